@@ -121,7 +121,7 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, counters: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `dispatch.sample_of`."""
+    """Implement `dispatch.WholeCalls.sample`."""
     rows = logits.shape[0]
     tokens, found = torch.empty(rows, dtype=torch.int64), torch.empty(3, rows, dtype=torch.float64)
     _sample_rows(

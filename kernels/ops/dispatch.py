@@ -12,7 +12,7 @@ Rules for both sides of it:
 * Axis letters are those of `samebit.kernels`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -23,10 +23,16 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.call_rows import Ints, StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.lora.adapters import LowRanks
+from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights
+from samebit.kernels.layout.layers.ends import EndWeights
+from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
+from samebit.kernels.layout.layers.latent import LatentLayerOptions, LatentTerms, LatentWeights
+from samebit.kernels.layout.lora.adapters import DenseTerms, LowRanks
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
+    DenseOptions,
+    DenseWeights,
     ExpertOptions,
     ExpertWeights,
     Filters,
@@ -245,6 +251,49 @@ class Operations(Protocol):
         """Rule out all but the likely tokens of some rows ``[T, V]``, in place."""
 
 
+class WholeCalls(Protocol):
+    """Lists what computes several operations in one call, with the bits of the operations one by one.
+
+    All but `sample` prepare a call, which `run_layers` makes.
+    """
+
+    # samebit.kernels.ops.dense
+    def dense_call(
+        self, weights: DenseWeights, context: ForwardContext, options: DenseOptions, terms: DenseTerms
+    ) -> LayerCall:
+        """Prepare a decoder layer of attention and a gated MLP."""
+
+    def latent_call(
+        self, weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms
+    ) -> LayerCall:
+        """Prepare a decoder layer of attention over latents."""
+
+    def sparse_call(
+        self, weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms,
+        earlier: Tensor | None,
+    ) -> LayerCall:  # fmt: skip
+        """Prepare a decoder layer of attention over latents whose rows read chosen tokens."""
+
+    def end_calls(
+        self, ids: Tensor, kept: Tensor | None, weights: EndWeights, norm: tuple[float, float], logits: Tensor
+    ) -> tuple[LayerCall, LayerCall]:
+        """Prepare a step's embedding, and its last norm and head."""
+
+    # samebit.kernels.ops.delta.layer
+    def delta_call(
+        self, weights: DeltaWeights, context: ForwardContext, options: DeltaLayerOptions, terms: DeltaTerms
+    ) -> LayerCall:
+        """Prepare a decoder layer of Gated DeltaNet."""
+
+    # samebit.kernels.ops.experts.block
+    def block_call(self, weights: BlockWeights, options: BlockOptions, dtype: torch.dtype) -> LayerCall | None:
+        """Prepare a block of routed experts, or find that these experts have no such call."""
+
+    # samebit.kernels.ops.sampling
+    def sample(self, logits: Tensor, temperatures: Tensor, keys: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw a token a row and score it."""
+
+
 def operations_for(tensor: Tensor) -> Operations:
     """Return the table of the device that the tensor is on.
 
@@ -267,27 +316,10 @@ def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> 
     return cpu.lay_out(asked, block_tables, block_size, num_rows)
 
 
-def dense_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
-    """Return what prepares the call of a whole decoder layer where the tensor is; None for a GPU, whose graphs spare
-    the Python between kernels."""
-    return None if device.on_gpu(tensor) else cpu.dense_call
-
-
-def delta_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
-    """Return what prepares that of a decoder layer of Gated DeltaNet where the tensor is; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.delta_call
-
-
-def block_call_of(tensor: Tensor) -> Callable[..., LayerCall | None] | None:
-    """Return what prepares that of a block of routed experts where the tensor is, or finds that these experts have
-    none; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.block_call
-
-
-def end_calls_of(tensor: Tensor) -> Callable[..., tuple[LayerCall, LayerCall]] | None:
-    """Return what prepares those of a step's embedding, and of its last norm and head, where the tensor is; None for a
-    GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.end_calls
+def whole_calls(tensor: Tensor) -> WholeCalls | None:
+    """Return what computes several operations in one call where the tensor is; None for a GPU, whose graphs spare the
+    Python between kernels."""
+    return None if device.on_gpu(tensor) else cpu
 
 
 def run_layers(
@@ -296,22 +328,6 @@ def run_layers(
     """Compute decoder layers one after the other, each of what the one before has made. Of the last one another MLP may
     follow behind its call: then the second result is that one's input."""
     return cpu.run_layers(x, calls, angles, context)
-
-
-def latent_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
-    """Return what prepares the call of a decoder layer of attention over latents where the tensor is; None for a GPU,
-    likewise."""
-    return None if device.on_gpu(tensor) else cpu.latent_call
-
-
-def sparse_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
-    """Return what prepares one that reads chosen tokens where the tensor is; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.sparse_call
-
-
-def sample_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return what draws and scores in one call where the tensor is; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.sample
 
 
 @cache

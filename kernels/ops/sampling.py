@@ -12,7 +12,7 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Filters
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
 from samebit.kernels.layout.transfer import indices, sent
-from samebit.kernels.ops.dispatch import operations_for, sample_of
+from samebit.kernels.ops.dispatch import operations_for, whole_calls
 
 _RULED_OUT = float("-inf")
 
@@ -71,8 +71,8 @@ def sample(
         ``[T]`` int64, what `draw` chooses by the numbers of `uniforms`, 0 for its -1; and ``[3, T]`` float64: what it
         chooses, its log-probability by `logprobs.logprobs_of_rows` (at temperature 1 for 0), and that at temperature 1.
     """
-    kernel = sample_of(logits)
-    if kernel is None:
+    calls = whole_calls(logits)
+    if calls is None:
         return None
     check_shape("logits", logits, len(counters), logits.size(-1))
     check_shape("temperatures", temperatures, len(counters))
@@ -84,7 +84,7 @@ def sample(
     for name, part in (("keys", keys), ("counters", counters)):
         check_host(name, part)
         check_dtype(name, part, torch.uint32)
-    return kernel(logits, temperatures, keys, counters)
+    return calls.sample(logits, temperatures, keys, counters)
 
 
 def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -> None:

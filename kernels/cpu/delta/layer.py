@@ -133,7 +133,7 @@ _adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_p
 def delta_call(
     weights: DeltaWeights, context: ForwardContext, options: DeltaLayerOptions, terms: DeltaTerms
 ) -> LayerCall:
-    """Implement `dispatch.delta_call_of`."""
+    """Implement `dispatch.WholeCalls.delta_call`."""
     if context.states is None:
         raise ValueError("a context without states; allowed: a rollout's")
     layer = options.mixer.rule.layer

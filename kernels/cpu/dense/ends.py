@@ -163,7 +163,7 @@ _KEPT = "ends"
 def end_calls(
     ids: torch.Tensor, kept: torch.Tensor | None, weights: EndWeights, norm: tuple[float, float], logits: torch.Tensor
 ) -> tuple[LayerCall, LayerCall]:
-    """Implement `dispatch.end_calls_of`."""
+    """Implement `dispatch.WholeCalls.end_calls`."""
     (tokens, width), (count, outputs), dtype = weights.embedding.shape, logits.shape, weights.embedding.dtype
     if _KEPT not in weights.worked_out:
         weights.worked_out[_KEPT] = kernel_at(_embedding_kernel, dtype), kernel_at(_kernels.of(dtype), dtype)

@@ -302,7 +302,7 @@ ADAPTED_KERNELS = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pa
 def latent_call(
     weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms
 ) -> LayerCall:
-    """Implement `dispatch.latent_call_of`."""
+    """Implement `dispatch.WholeCalls.latent_call`."""
     pages = pages_of(context, options.attention.layer)
     places = pages.data_ptr(), len(pages)
 

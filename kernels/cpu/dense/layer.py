@@ -209,7 +209,7 @@ _adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_p
 
 
 def dense_call(weights: DenseWeights, context: ForwardContext, options: DenseOptions, terms: DenseTerms) -> LayerCall:
-    """Implement `dispatch.dense_call_of`."""
+    """Implement `dispatch.WholeCalls.dense_call`."""
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
     pages = context.pages[options.attention.layer]

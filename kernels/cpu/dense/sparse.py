@@ -255,7 +255,7 @@ def sparse_call(
     weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms,
     earlier: torch.Tensor | None,
 ) -> LayerCall:  # fmt: skip
-    """Implement `dispatch.sparse_call_of`."""
+    """Implement `dispatch.WholeCalls.sparse_call`."""
     groups, index = tuple(map(terms_of, terms)), options.index
     adapted = any(group is not NO_TERMS for group in groups)
     pages = latent.pages_of(context, options.attention.layer)

@@ -218,7 +218,7 @@ _kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
 
 
 def block_call(weights: BlockWeights, options: BlockOptions, dtype: torch.dtype) -> LayerCall | None:
-    """Implement `dispatch.block_call_of`."""
+    """Implement `dispatch.WholeCalls.block_call`."""
     if not is_one_call(options.experts):
         return None
     return kept_call(weights, (), (), lambda: _call(weights, options, dtype))

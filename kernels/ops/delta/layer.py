@@ -11,7 +11,7 @@ from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerOptions
 from samebit.kernels.layout.states.delta import DeltaStates
 from samebit.kernels.ops.dense.fitting import call_fits, weights_fit
-from samebit.kernels.ops.dispatch import delta_call_of
+from samebit.kernels.ops.dispatch import whole_calls
 
 
 def delta_call(
@@ -23,14 +23,14 @@ def delta_call(
     Where options name no gated MLP, its result is what the mixer makes of ``x``, beside the norm of that, which is the
     MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
-    prepare, width = delta_call_of(x), options.mixer.width
-    if prepare is None or not call_fits(context, terms):
+    calls, width = whole_calls(x), options.mixer.width
+    if calls is None or not call_fits(context, terms):
         return None
     if x.size(-1) != width or x.numel() != context.num_rows * width:
         return None
     if not (_weights_fit(weights, options, x.dtype) and _memory_fits(context, options.mixer, x.dtype)):
         return None
-    return prepare(weights, context, options, terms)
+    return calls.delta_call(weights, context, options, terms)
 
 
 def _weights_fit(weights: DeltaWeights, options: DeltaLayerOptions, dtype: torch.dtype) -> bool:

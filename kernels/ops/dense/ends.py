@@ -13,8 +13,8 @@ import torch
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.ends import EndWeights
-from samebit.kernels.ops import dispatch
 from samebit.kernels.ops.dense.fitting import weights_fit
+from samebit.kernels.ops.dispatch import whole_calls
 
 
 class Ends(NamedTuple):
@@ -54,13 +54,13 @@ def end_calls(
         and embedding.dim() == 2
         and weights_fit(weights, weights.shapes, embedding.dtype)
     )
-    prepare = dispatch.end_calls_of(embedding) if fits else None
-    if prepare is None:
+    calls = whole_calls(embedding) if fits else None
+    if calls is None:
         return None
     x = torch.empty(*ids.shape, embedding.size(1), dtype=embedding.dtype)
     rows = context.num_rows if kept is None else len(kept)
     logits = torch.empty(rows, len(weights.head[0]), dtype=torch.float32)
-    return Ends(x, *prepare(ids, kept, weights, norm, logits), logits)
+    return Ends(x, *calls.end_calls(ids, kept, weights, norm, logits), logits)
 
 
 def _places_fit(places: torch.Tensor, dimensions: int) -> bool:

@@ -15,7 +15,7 @@ from samebit.kernels.layout.layers.latent import (
     LatentWeights,
 )
 from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
-from samebit.kernels.ops.dispatch import latent_call_of, sparse_call_of
+from samebit.kernels.ops.dispatch import whole_calls
 from samebit.kernels.ops.rope import RotaryTables
 
 
@@ -28,10 +28,10 @@ def latent_call(
     Where options name no gated MLP the call's first result is what attention makes of ``x``, and the second the norm of
     that, which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
-    prepare = latent_call_of(x)
-    if prepare is None or not _fits(x, weights, tables, options, terms):
+    calls = whole_calls(x)
+    if calls is None or not _fits(x, weights, tables, options, terms):
         return None
-    return prepare(weights, tables.context, options, terms)
+    return calls.latent_call(weights, tables.context, options, terms)
 
 
 def sparse_call(
@@ -42,12 +42,12 @@ def sparse_call(
 
     ``earlier``: what a layer before has chosen; read where options name no indexer.
     """
-    prepare = sparse_call_of(x)
-    if prepare is None or not _fits(x, weights, tables, options, terms):
+    calls = whole_calls(x)
+    if calls is None or not _fits(x, weights, tables, options, terms):
         return None
     if not (_choice_fits(earlier, tables) if options.index is None else _index_fits(x, options.index, tables)):
         return None
-    return prepare(weights, tables.context, options, terms, earlier)
+    return calls.sparse_call(weights, tables.context, options, terms, earlier)
 
 
 def _fits(

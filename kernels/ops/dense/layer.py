@@ -10,7 +10,7 @@ from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
 from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
-from samebit.kernels.ops.dispatch import dense_call_of
+from samebit.kernels.ops.dispatch import whole_calls
 from samebit.kernels.ops.rope import RotaryTables
 
 
@@ -23,8 +23,8 @@ def dense_call(
     Where options name no gated MLP, its result is what attention makes of ``x``, beside the norm of that, which is the
     MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
-    prepare, context = dense_call_of(x), tables.context
-    if prepare is None or context.pages is None or not call_fits(context, terms):
+    calls, context = whole_calls(x), tables.context
+    if calls is None or context.pages is None or not call_fits(context, terms):
         return None
     shape = (options.kv_heads, 2, options.head_dim * context.block_size)
     if not (
@@ -34,4 +34,4 @@ def dense_call(
         and pages_fit(context.pages[options.attention.layer], tables, shape, x.dtype)
     ):
         return None
-    return prepare(weights, context, options, terms)
+    return calls.dense_call(weights, context, options, terms)

@@ -9,7 +9,7 @@ import torch
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
 from samebit.kernels.ops.dense.fitting import weights_fit
-from samebit.kernels.ops.dispatch import block_call_of
+from samebit.kernels.ops.dispatch import whole_calls
 
 
 def block_call(x: torch.Tensor, weights: BlockWeights, options: BlockOptions) -> LayerCall | None:
@@ -18,8 +18,8 @@ def block_call(x: torch.Tensor, weights: BlockWeights, options: BlockOptions) ->
     ``x``: like either, ``[..., W]``. The options of router and experts have been checked (`check_options`,
     `check_expert_options`).
     """
-    prepare = block_call_of(x)
-    if prepare is None or torch.is_grad_enabled() or x.size(-1) != options.width:
+    calls = whole_calls(x)
+    if calls is None or torch.is_grad_enabled() or x.size(-1) != options.width:
         return None
     fits = weights_fit(weights, options.shapes, x.dtype, (torch.float32,))
-    return prepare(weights, options, x.dtype) if fits else None
+    return calls.block_call(weights, options, x.dtype) if fits else None
