@@ -1,4 +1,4 @@
-"""List what the CPU implements of `Operations` and `WholeCalls` of `samebit.kernels.ops.dispatch`, in Numba, LLVM, torch."""
+"""List what the CPU implements of `ops.dispatch.Operations` and `WholeCalls`, in Numba, LLVM and torch."""
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
