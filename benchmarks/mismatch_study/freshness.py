@@ -1,4 +1,10 @@
-"""Notice an engine whose weights are not the trainer's: before the first step by bits, at each step by differences."""
+"""Notice an engine whose weights are not the trainer's: before the first step by bits, at each step by differences.
+
+Before the first step of a run, an engine that was built of other weights loads the policy's, and then a new one is
+built of them: both must draw the same tokens with the same bits. Each step is held against the first that the program
+makes, whose engine was just built: where the mean difference to the trainer is more than twice as large, or in the
+first step more than .1, the run is void. Either ends with `StaleEngineError`.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
