@@ -80,6 +80,29 @@ def test_a_generated_stream_ends_with_the_versions(served: Served) -> None:
     assert pieces[-1]["usage"]["completion_tokens"] == 24
 
 
+def test_what_prime_rl_puts_among_the_sampling_parameters_is_taken(served: Served) -> None:
+    """Its trainer's settings and its salt come there, and from the second turn on where routed experts would begin."""
+    ids = [9] * 70
+
+    def cached(salt: str, **more: object) -> int:
+        sampling = {
+            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True, "cache_salt": salt,
+            "stop_token_ids": [257], "logprobs": 1, "skip_special_tokens": False, "max_tokens": 4,
+            "routed_experts_prompt_start": 69,
+        }  # fmt: skip
+        answer = served.post("/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling, **more})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["prompt_token_ids"] == ids
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert (cached("3"), cached("3"), cached("4"), cached("4", cache_salt="4")) == (0, 64, 0, 64)
+    for name, inside, beside in (("cache_salt", "3", "4"), ("return_token_ids", True, False)):
+        answer = served.post(
+            "/inference/v1/generate", {"token_ids": ids, name: beside, "sampling_params": {name: inside}}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
+
+
 @pytest.fixture
 def running(served: Served) -> Iterator[list[dict[str, object]]]:
     """A long request that runs; its answer is in the list when the test lets it end."""

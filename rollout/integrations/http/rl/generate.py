@@ -65,6 +65,7 @@ class GenerateAnswer(BaseModel):
 async def generate(service: Service, asked: GenerateRequest, request: Request) -> Response:
     """Run a request: an answer, or the stream of one."""
     adapter = service.adapter_of(asked.model)
+    asked = _with_inner(asked)
     wanted, caps = asked.sampling_params, service.settings
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
@@ -95,6 +96,17 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
     return JsonAnswer(answering.whole((await service.outputs(job, request))[0]))
+
+
+def _with_inner(asked: GenerateRequest) -> GenerateRequest:
+    """Take what stands among the sampling parameters where the request itself does not say it."""
+    found = {}
+    for name in ("cache_salt", "return_token_ids"):
+        outer, inner = vars(asked)[name], vars(asked.sampling_params)[name]
+        if outer is not None and inner is not None and outer != inner:
+            raise ApiError(400, f"{name} is {outer!r}, and {inner!r} in sampling_params", param=name)
+        found[name] = inner if outer is None else outer
+    return asked.model_copy(update=found)
 
 
 class _Generation:

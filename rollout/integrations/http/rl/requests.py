@@ -23,7 +23,11 @@ Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(fail_fast
 
 class GenerateSampling(Sampling):
     """Holds the sampling parameters of vLLM. Those about text (`detokenize` and what is below it) say something only
-    with output_mode "text"."""
+    with output_mode "text".
+
+    cache_salt, return_token_ids: the request's, which prime-rl puts here. routed_experts_prompt_start: from where on
+    verifiers would read routed experts, of which no answer has any.
+    """
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: Count | None = None
@@ -32,6 +36,9 @@ class GenerateSampling(Sampling):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: Literal[False] = False
+    cache_salt: Salt | None = None
+    return_token_ids: bool | None = None
+    routed_experts_prompt_start: Count | None = None
 
 
 class GenerateRequest(Strict):
