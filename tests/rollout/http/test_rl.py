@@ -103,6 +103,23 @@ def test_what_prime_rl_puts_among_the_sampling_parameters_is_taken(served: Serve
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
 
 
+def test_what_skyrl_asks_of_the_sampler_is_taken(served: Served) -> None:
+    """The ids of a sample have its stop string in any case; where texts come too, they end before it."""
+    letter = served.service.need_tokenizer().convert_tokens_to_ids("q")
+    sampling = {
+        "min_tokens": 1, "skip_special_tokens": True, "include_stop_str_in_output": True, "max_tokens": 4,
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1, "stop": ["q"],
+        "logit_bias": {str(letter): 100},
+    }  # fmt: skip
+    asked = {"token_ids": IDS, "sampling_params": sampling}
+    answer = served.post("/inference/v1/generate", asked)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert (choice["token_ids"], choice["stop_reason"]) == ([letter] * 2, "q")  # the first is within min_tokens
+    refused = served.post("/inference/v1/generate", {**asked, "output_mode": "text"})
+    assert (refused.status_code, "include_stop_str_in_output" in refused.text) == (400, True), refused.text
+
+
 @pytest.fixture
 def running(served: Served) -> Iterator[list[dict[str, object]]]:
     """A long request that runs; its answer is in the list when the test lets it end."""

@@ -75,6 +75,8 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
         service.need_tokenizer()
         if not (wanted.detokenize and wanted.skip_special_tokens and wanted.spaces_between_special_tokens):
             raise ApiError(400, "text is given without special tokens: leave detokenize and its kin at true")
+        if wanted.include_stop_str_in_output:
+            raise ApiError(400, "text ends before a stop string: leave include_stop_str_in_output at false")
     check_cap("logprobs", wanted.logprobs, caps.max_logprobs)
     check_cap("prompt_logprobs", wanted.prompt_logprobs, caps.max_logprobs)
     params = params_of(

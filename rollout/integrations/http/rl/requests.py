@@ -32,13 +32,13 @@ class GenerateSampling(Sampling):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: Literal[False] = False
     cache_salt: Salt | None = None
     return_token_ids: bool | None = None
     routed_experts_prompt_start: Count | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class GenerateRequest(Strict):
