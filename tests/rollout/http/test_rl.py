@@ -203,6 +203,24 @@ def test_sleep_and_wake_up(served: Served) -> None:
     assert not served.service.worker.paused
 
 
+def test_a_command_has_its_options_in_the_query_or_in_a_body(served: Served, running: list[dict[str, object]]) -> None:
+    """Clients do either: SkyRL pauses by the query and resets the cache by a body."""
+    worker = served.service.worker
+    assert served.command("/pause", {"mode": "keep"}).status_code == 200
+    for query in ("", "?reset_running_requests=true&reset_external=false"):
+        before = worker.stats()["preemptions"]
+        assert served.command(f"/reset_prefix_cache{query}", {"reset_running_requests": True}).status_code == 200
+        assert worker.stats()["preemptions"] == before + (not query)
+    assert served.command("/sleep", {"level": 1, "tags": ["kv_cache"]}).status_code == 200
+    assert worker.sleeping == ("kv_cache",)
+    assert served.command("/sleep?level=1", {"tags": ["weights"]}).status_code == 200
+    assert served.command("/wake_up", {"tags": ["kv_cache"]}).json()["tags_woken"] == ["kv_cache"]
+    assert worker.sleeping == ("weights",)
+    assert served.command("/wake_up", {}).json()["status"] == "awake"
+    assert served.command("/resume", {}).status_code == 200
+    assert not running
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
@@ -212,6 +230,16 @@ def test_sleep_and_wake_up(served: Served) -> None:
         ("/sleep?level=0&tags=kv_cache", None, 400, "tags go with level 1 or 2"),
         ("/sleep?level=2&tags=kv_cache", None, 400, "level=2 discards the weights"),
         ("/wake_up?tags=nothing", None, 400, "tags"),
+        ("/pause", {"mod": "keep"}, 400, "no field 'mod'"),
+        ("/pause", {"mode": "never"}, 400, "mode: "),
+        ("/pause?mode=abort", {"mode": "keep"}, 400, "mode is 'abort' in the query and 'keep' in the body"),
+        ("/resume", {"mode": "keep"}, 400, "no field 'mode'"),
+        ("/sleep", {"level": 3}, 400, "level: "),
+        ("/sleep?level=1", {"level": 2}, 400, "level is 1 in the query and 2 in the body"),
+        ("/wake_up?tags=weights", {"tags": ["kv_cache"]}, 400, "tags is ['weights'] in the query"),
+        ("/reset_prefix_cache", {"reset_external": True}, 400, "there is no external cache"),
+        ("/reset_prefix_cache?reset_external=true", None, 400, "there is no external cache"),
+        ("/shutdown_weight_transfer_engine", {"a": 1}, 400, "no field 'a'"),
         ("/collective_rpc", {"method": "save"}, 400, "collective_rpc is not offered"),
         ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path: Field required"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "../.."}, 403, "not below --weight-root"),

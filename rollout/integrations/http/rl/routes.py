@@ -15,12 +15,22 @@ from samebit.rollout.integrations.http.openai.routes import ERRORS
 from samebit.rollout.integrations.http.rl import requests
 from samebit.rollout.integrations.http.rl.adapters import AdapterLoads
 from samebit.rollout.integrations.http.rl.generate import GenerateAnswer, generate
+from samebit.rollout.integrations.http.rl.options import (
+    Level,
+    Mode,
+    Nothing,
+    Pause,
+    ResetPrefixCache,
+    Sleep,
+    Tags,
+    WakeUp,
+    options,
+)
 from samebit.rollout.integrations.http.rl.weights import WeightTransfer
 from samebit.rollout.integrations.http.served import replicas_of
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.links import Sources
 
-Tag = Literal["weights", "kv_cache"]
 _ANY_ADAPTER = {"max_lora_rank": 1 << 16, "max_loras": 1 << 16}
 """Stands in /server_info for limits that there are not; clients compare with them."""
 CONTROL_PATHS = frozenset(
@@ -60,18 +70,22 @@ def control_routes(service: Service) -> APIRouter:
 def _add_pauses(router: APIRouter, service: Service, inside: AsyncWorker) -> None:
     @router.post("/pause")
     async def pause(
-        mode: Literal["abort", "wait", "keep"] = "abort",
-        clear_cache: bool = True,
-        wait_for_inflight_requests: bool = False,
+        mode: Mode | None = None,
+        clear_cache: bool | None = None,
+        wait_for_inflight_requests: bool | None = None,
+        asked: Pause | None = None,
     ) -> Response:
         """Stand still; the cache is cleared unless requests are kept."""
-        await inside.pause("wait" if wait_for_inflight_requests else mode)
-        if clear_cache and mode != "keep":
+        how = options(
+            Pause, asked, mode=mode, clear_cache=clear_cache, wait_for_inflight_requests=wait_for_inflight_requests
+        )
+        await inside.pause("wait" if how.wait_for_inflight_requests else how.mode)
+        if how.clear_cache and how.mode != "keep":
             await inside.reset_prefix_cache()
         return JsonAnswer({"status": "paused"})
 
     @router.post("/resume")
-    async def resume() -> Response:
+    async def resume(_: Nothing | None = None) -> Response:
         """Go on."""
         await inside.resume()
         return JsonAnswer({"status": "resumed"})
@@ -92,28 +106,32 @@ def _add_pauses(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
 def _add_memory(router: APIRouter, service: Service, inside: AsyncWorker) -> None:
     @router.post("/sleep")
     async def sleep(
-        level: Annotated[int, Query(ge=0, le=2)] = 1, tags: Annotated[list[Tag] | None, Query()] = None
+        level: Annotated[Level | None, Query()] = None,
+        tags: Annotated[Tags | None, Query()] = None,
+        asked: Sleep | None = None,
     ) -> Response:
         """Give memory back. Level 0 pauses, 1 keeps a copy of the weights, 2 discards them."""
         began = time.monotonic()
-        if level == 0 and tags:
+        how = options(Sleep, asked, level=level, tags=tags)
+        if how.level == 0 and how.tags:
             raise ApiError(400, "tags go with level 1 or 2: level 0 pauses, and releases nothing", param="tags")
-        if level == 0:
+        if how.level == 0:
             await inside.pause()
         else:
-            await inside.sleep(tags or TAGS, level)
-        return JsonAnswer({"status": "sleeping", "level": level, "elapsed_ms": _milliseconds(began)})
+            await inside.sleep(how.tags or TAGS, how.level)
+        return JsonAnswer({"status": "sleeping", "level": how.level, "elapsed_ms": _milliseconds(began)})
 
     @router.post("/wake_up")
-    async def wake_up(tags: Annotated[list[Tag] | None, Query()] = None) -> Response:
+    async def wake_up(tags: Annotated[Tags | None, Query()] = None, asked: WakeUp | None = None) -> Response:
         """Take memory again: of these tags, or of everything, and go on after level 0."""
         began = time.monotonic()
-        await inside.wake_up(tags)
-        if tags is None and service.worker.paused:
+        woken = options(WakeUp, asked, tags=tags).tags
+        await inside.wake_up(woken)
+        if woken is None and service.worker.paused:
             await inside.resume()
         asleep = bool(service.worker.sleeping)
         status = "sleeping" if asleep else "awake"
-        return JsonAnswer({"status": status, "tags_woken": tags, "elapsed_ms": _milliseconds(began)})
+        return JsonAnswer({"status": status, "tags_woken": woken, "elapsed_ms": _milliseconds(began)})
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> Response:
@@ -121,10 +139,17 @@ def _add_memory(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(
-        reset_running_requests: bool = False, reset_external: Literal[False] = False
+        reset_running_requests: bool | None = None,
+        reset_external: bool | None = None,
+        asked: ResetPrefixCache | None = None,
     ) -> Response:
         """Forget what was computed; running requests too compute theirs again, if asked."""
-        await inside.reset_prefix_cache(recompute_running=reset_running_requests)
+        how = options(
+            ResetPrefixCache, asked, reset_running_requests=reset_running_requests, reset_external=reset_external
+        )
+        if how.reset_external:
+            raise ApiError(400, "there is no external cache: leave reset_external at false", param="reset_external")
+        await inside.reset_prefix_cache(recompute_running=how.reset_running_requests)
         return JsonAnswer({"success": True})
 
 
@@ -138,7 +163,7 @@ def _add_weights(router: APIRouter, service: Service, inside: AsyncWorker) -> No
         return JsonAnswer({"message": "Weight transfer initialized"})
 
     @router.post("/shutdown_weight_transfer_engine")
-    async def shut_down() -> Response:
+    async def shut_down(_: Nothing | None = None) -> Response:
         """Give up the transfer."""
         await transfer.shut_down()
         return JsonAnswer({"message": "Weight transfer shut down"})
