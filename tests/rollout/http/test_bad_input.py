@@ -100,6 +100,7 @@ BAD = [
     ("/v1/embeddings", {}, 404, "Not Found"),
     ("/v1/models", {}, 405, "Method Not Allowed"),
     ("/pause", {}, 404, "control endpoints are not offered here"),
+    ("/pause?mode=keep", {}, 404, "control endpoints are not offered here"),
 ]
 
 
