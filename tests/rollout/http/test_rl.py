@@ -203,6 +203,25 @@ def test_sleep_and_wake_up(served: Served) -> None:
     assert not served.service.worker.paused
 
 
+def test_waking_up_ends_a_pause_once_nothing_sleeps(served: Served) -> None:
+    """By tags too, as in vLLM: else requests would wait for ever behind an answer that says "awake"."""
+    worker = served.service.worker
+    before = ask(served)
+    assert served.command("/pause?mode=keep").status_code == 200
+    assert served.command("/sleep?level=2").status_code == 200
+    assert served.command("/wake_up?tags=weights").json()["status"] == "sleeping"
+    assert worker.paused
+    assert served.command("/update_weights", {"weight_dir": served.folder.name}).status_code == 200
+    assert served.command("/wake_up?tags=scheduling").json()["status"] == "sleeping"
+    assert (worker.paused, worker.sleeping) == (True, ("kv_cache",))
+    assert served.command("/wake_up?tags=kv_cache&tags=scheduling").json()["status"] == "awake"
+    assert not worker.paused
+    assert ask(served)["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+    assert served.command("/sleep?level=0").status_code == 200
+    assert served.command("/wake_up?tags=scheduling").json()["status"] == "awake"
+    assert not worker.paused
+
+
 def test_a_command_has_its_options_in_the_query_or_in_a_body(served: Served, running: list[dict[str, object]]) -> None:
     """Clients do either: SkyRL pauses by the query and resets the cache by a body."""
     worker = served.service.worker

@@ -15,6 +15,7 @@ from samebit.rollout.integrations.http.openai.requests import Strict
 Mode = Literal["abort", "wait", "keep"]
 Level = Annotated[int, Field(ge=0, le=2)]
 Tags = Annotated[list[Literal["weights", "kv_cache"]], Field(fail_fast=True)]
+WakeTags = Annotated[list[Literal["weights", "kv_cache", "scheduling"]], Field(fail_fast=True)]
 
 
 class Nothing(Strict):
@@ -37,9 +38,9 @@ class Sleep(Strict):
 
 
 class WakeUp(Strict):
-    """Says what wakes up."""
+    """Says what wakes up. The tag "scheduling" is no memory: by itself it ends a pause where nothing sleeps."""
 
-    tags: Tags | None = None
+    tags: WakeTags | None = None
 
 
 class ResetPrefixCache(Strict):

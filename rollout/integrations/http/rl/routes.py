@@ -23,6 +23,7 @@ from samebit.rollout.integrations.http.rl.options import (
     ResetPrefixCache,
     Sleep,
     Tags,
+    WakeTags,
     WakeUp,
     options,
 )
@@ -122,14 +123,16 @@ def _add_memory(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
         return JsonAnswer({"status": "sleeping", "level": how.level, "elapsed_ms": _milliseconds(began)})
 
     @router.post("/wake_up")
-    async def wake_up(tags: Annotated[Tags | None, Query()] = None, asked: WakeUp | None = None) -> Response:
-        """Take memory again: of these tags, or of everything, and go on after level 0."""
+    async def wake_up(tags: Annotated[WakeTags | None, Query()] = None, asked: WakeUp | None = None) -> Response:
+        """Take memory again, of these tags or all of it, and end a pause once nothing sleeps, as vLLM does."""
         began = time.monotonic()
         woken = options(WakeUp, asked, tags=tags).tags
-        await inside.wake_up(woken)
-        if woken is None and service.worker.paused:
-            await inside.resume()
+        memory = None if woken is None else [tag for tag in woken if tag != "scheduling"]
+        if memory is None or memory:
+            await inside.wake_up(memory)
         asleep = bool(service.worker.sleeping)
+        if service.worker.paused and not asleep:
+            await inside.resume()
         status = "sleeping" if asleep else "awake"
         return JsonAnswer({"status": status, "tags_woken": woken, "elapsed_ms": _milliseconds(began)})
 
