@@ -20,6 +20,7 @@ from ...patience import wait_until
 from .served import CALL, NAME, Served
 
 USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "ab, please"}]
+Turn = tuple[list[int], list[int], str]
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
 
@@ -254,6 +255,31 @@ def test_a_session_goes_on_from_its_token_ids(served: Served) -> None:
     assert turn(more, "another").prompt_token_ids == rendered.prompt_token_ids
     turn(USER, "third")  # two are kept
     assert turn(more, "agent").prompt_token_ids == rendered.prompt_token_ids
+
+
+def test_an_answer_that_has_ended_is_continued_before_its_end(served: Served) -> None:
+    """In a session too; one that was cut off goes on from its very ids."""
+    a, b, end = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b", "<|im_end|>"])
+
+    def turn(messages: list[ChatCompletionMessageParam], session: str | None, then: int, **more: object) -> Turn:
+        answer = served.client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=2, temperature=0, logit_bias={str(a): 100, str(then): 99},
+            frequency_penalty=2, extra_body={"return_token_ids": True, **more},
+            extra_headers={} if session is None else {"X-Session-ID": session},
+        )  # fmt: skip
+        return answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].message.content
+
+    def going_on(said: str, session: str | None) -> list[int]:
+        messages = [*USER, {"role": "assistant", "content": said}]
+        return turn(messages, session, b, add_generation_prompt=False, continue_final_message=True)[0]
+
+    for then, more in ((end, {}), (b, {"stop": ["b"]})):
+        _, ids, said = turn(USER, f"ended {then}", then, **more)
+        assert (ids, said) == ([a, then], "a")
+        assert going_on(said, f"ended {then}") == going_on(said, None)
+    start, ids, said = turn(USER, "cut", b)
+    assert ids == [a, b]
+    assert going_on(said, "cut") == [*start, a, b] != going_on(said, None)
 
 
 def test_a_session_with_other_tools_is_rendered_anew(served: Served) -> None:

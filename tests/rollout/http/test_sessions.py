@@ -72,6 +72,16 @@ def test_a_turn_that_was_not_made_from_the_one_before_has_its_own_ids() -> None:
     assert answered(sessions, third, "f", [2]) == [5, 6, 7, *asyncio.run(encode("<user>e"))]
 
 
+def test_an_answer_that_has_ended_is_continued_from_the_ids_of_the_turn_before_it() -> None:
+    sessions, messages = Sessions(most=1), [said("user", "a")]
+    known = [*answered(sessions, messages, "b", [1]), 1]
+    messages += [said("assistant", "b"), said("user", "c")]
+    answered(sessions, messages, "d", [2])
+    asked = Conversation([*messages, said("assistant", "d")], "", continued=True)
+    prompt = asyncio.run(sessions.prompt(NAME, asked, render, encode))
+    assert prompt == known + asyncio.run(encode("<user>c<assistant>d"))
+
+
 def test_a_conversation_keeps_each_id_once_in_four_bytes() -> None:
     sessions, ids, turns = Sessions(most=1), list[int](), 16
     messages = [said("user", LONG)]

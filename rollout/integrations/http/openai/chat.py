@@ -58,7 +58,7 @@ async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None)
 
 def _conversation(asked: ChatRequest) -> Conversation:
     beside = asked.model_dump_json(include={"tools", "chat_template_kwargs"}, exclude_defaults=True)
-    return Conversation(asked.messages, beside)
+    return Conversation(asked.messages, beside, asked.continue_final_message)
 
 
 class _Chat:
@@ -129,7 +129,8 @@ class _Chat:
             calls = [ToolCall.model_validate(call) for call in parsed.calls] or None
             answer = Message(role="assistant", content=parsed.content, tool_calls=calls)
             ids = output.prompt_token_ids + sample.token_ids
-            self._service.sessions.note(self._session, _conversation(self._asked), answer, ids)
+            ended = sample.finish_reason != "length"
+            self._service.sessions.note(self._session, _conversation(self._asked), answer, ids, ended=ended)
 
     # -- streamed --------------------------------------------------------------------------------
 

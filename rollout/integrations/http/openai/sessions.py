@@ -9,6 +9,7 @@ Invariants
 * With a session, a turn whose first messages are those of an earlier turn and its answer begins with the very ids of
   that turn; only what is behind them is tokenized. Other tools, or other arguments of the template, stand in no ids of
   an earlier turn: with them a conversation is rendered anew.
+* An answer that is to be continued begins with its own ids only where it was cut off: others have their end in them.
 * At most `most` conversations are kept, the least recently used ones go first.
 * What a turn takes over from the turn that it goes on from is kept once: four bytes a token, and no text.
 """
@@ -31,10 +32,11 @@ Encode = Callable[[str], Awaitable[list[int]]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds what a chat template shows: messages, and what it gets `beside` them."""
+    """Holds what a chat template shows: messages, and what it gets `beside` them. continued: the last one goes on."""
 
     messages: list[Message]
     beside: str
+    continued: bool = False
 
     def digests(self, *more: Message) -> list[bytes]:
         """Return what its first messages are known by, none of them first; with more behind its own."""
@@ -48,13 +50,14 @@ class Conversation:
 class Turn:
     """Holds the ids of a conversation with its answer. length: their messages; digest: what they are known by.
 
-    before: the turn with whose ids it begins; added: the ids behind those.
+    before: the turn with whose ids it begins; added: the ids behind those. ended: its answer was not cut off.
     """
 
     length: int
     digest: bytes
     before: Turn | None
     added: array[int]
+    ended: bool
 
     @property
     def token_ids(self) -> list[int]:
@@ -76,7 +79,7 @@ class Sessions:
     async def prompt(self, name: str, asked: Conversation, render: Render, encode: Encode) -> list[int]:
         """Return the ids of a conversation. A session whose turns it does not go on from is begun anew."""
         messages = asked.messages
-        turn = self._longest(name, asked.digests())
+        turn = self._longest(name, asked.digests(), asked.continued)
         if turn is None:
             return await encode(await render(messages))
         known, before = turn.length, turn.token_ids
@@ -89,14 +92,16 @@ class Sessions:
         ended = bool(rest) and before[-1] == rest[0]
         return before + (rest[1:] if ended else rest)
 
-    def note(self, name: str, asked: Conversation, answer: Message, token_ids: list[int]) -> None:
-        """Keep a turn: what was asked, what was answered, and the ids of both."""
+    def note(
+        self, name: str, asked: Conversation, answer: Message, token_ids: list[int], *, ended: bool = True
+    ) -> None:
+        """Keep a turn: what was asked, what was answered, and the ids of both. ended: the answer was not cut off."""
         digests = asked.digests(answer)
-        before = self._longest(name, digests[:-1])
+        before = self._longest(name, digests[:-1], asked.continued)
         known = [] if before is None else before.token_ids
         if token_ids[: len(known)] != known:  # the prompt was made without that turn
             before, known = None, []
-        turn = Turn(len(digests) - 1, digests[-1], before, array("i", token_ids[len(known) :]))
+        turn = Turn(len(digests) - 1, digests[-1], before, array("i", token_ids[len(known) :]), ended)
         turns = self._turns.setdefault(name, [])
         self._turns.move_to_end(name)
         turns.append(turn)
@@ -104,9 +109,11 @@ class Sessions:
         while len(self._turns) > self._most:
             self._turns.popitem(last=False)
 
-    def _longest(self, name: str, digests: list[bytes]) -> Turn | None:
-        """Return the turn that has most of the messages that are known by these digests."""
+    def _longest(self, name: str, digests: list[bytes], continued: bool) -> Turn | None:
+        """Return the turn that has most of the messages that are known by these digests. continued: the last one is."""
         turns = [turn for turn in self._turns.get(name, ()) if turn.digest in digests[turn.length : turn.length + 1]]
+        if continued:
+            turns = [turn for turn in turns if not turn.ended or turn.length < len(digests) - 1]
         return max(turns, key=lambda turn: turn.length, default=None)
 
 
