@@ -207,6 +207,60 @@ def test_texts_that_are_long_together_are_tokenized_in_a_thread(served: Served, 
     assert (threading.current_thread() not in threads) == apart
 
 
+def on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Noted:
+    """Calls what it stands for, and remembers of each call with many ids whether the event loop waited for it."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.on_the_loop: list[bool] = []
+        self._inner = inner
+
+    def __call__(self, ids: list[int], **options: Any) -> Any:
+        if len(ids) > 1000:
+            self.on_the_loop.append(on_a_loop())
+        return self._inner(ids, **options)
+
+
+@pytest.mark.parametrize(("count", "apart"), [(1001, False), (20_000, True)])
+def test_many_tokens_are_named_in_a_thread(
+    served: Served, monkeypatch: pytest.MonkeyPatch, count: int, apart: bool
+) -> None:
+    tokenizer = served.service.need_tokenizer()
+    noted = Noted(tokenizer.convert_ids_to_tokens)
+    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", noted)
+    answer = served.post("/tokenize", {"prompt": "c" * count, "return_token_strs": True}).json()
+    assert answer["token_strs"] == ["c"] * count
+    assert noted.on_the_loop == [not apart]
+
+
+@pytest.mark.parametrize(("prompts", "apart"), [(2, False), (16, True)])
+def test_an_echoed_prompt_is_decoded_once_and_in_a_thread_where_it_is_long(
+    served: Served, monkeypatch: pytest.MonkeyPatch, prompts: int, apart: bool
+) -> None:
+    """Whatever number of samples it has, streamed or not; the event loop goes on for the other requests."""
+    tokenizer = served.service.need_tokenizer()
+    ids = tokenizer("c" * 1100)["input_ids"]
+    asked = {"prompt": [ids] * prompts, "n": 3, "max_tokens": 1, "echo": True}
+    noted = Noted(tokenizer.decode)
+    monkeypatch.setattr(tokenizer, "decode", noted)
+    choices = served.post("/v1/completions", asked).json()["choices"]
+    assert noted.on_the_loop == [not apart] * prompts
+    with served.http.stream("POST", f"{served.base}/v1/completions", json={**asked, "stream": True}) as answer:
+        pieces = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line[6:7] == "{"]
+    assert noted.on_the_loop == [not apart] * 2 * prompts
+    firsts = {choice["index"]: choice for piece in reversed(pieces) for choice in piece["choices"]}
+    for choice in (*choices, *firsts.values()):
+        assert choice["text"].startswith("c" * 1100)
+    assert len(choices) == len(firsts) == 3 * prompts
+
+
 def listener(port: int) -> int:
     """Return the process that listens there."""
     sockets = psutil.net_connections("tcp4")

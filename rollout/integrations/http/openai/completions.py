@@ -14,13 +14,12 @@ from samebit.rollout.integrations.http.event_stream import DONE, EventStream, ev
 from samebit.rollout.integrations.http.openai import logprobs
 from samebit.rollout.integrations.http.openai.answers import usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
-from samebit.rollout.integrations.http.openai.prompts import completion_prompts
+from samebit.rollout.integrations.http.openai.prompts import completion_prompts, prompt_texts
 from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_completion
-from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
+from samebit.rollout.integrations.http.service import Asked, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
-from samebit.rollout.requests.tokenizer import decoded
 
 
 async def complete(service: Service, asked: CompletionRequest, request: Request) -> Response:
@@ -40,7 +39,8 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
     answering = _Completion(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
-    return JsonAnswer(answering.whole(await service.outputs(job, request)))
+    outputs = await service.outputs(job, request)
+    return JsonAnswer(answering.whole(outputs, await answering.echoed()))
 
 
 class _Completion:
@@ -58,20 +58,24 @@ class _Completion:
             "model": self._asked.model or self._service.model.name,
         }  # fmt: skip
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the answer."""
+    async def echoed(self) -> list[str]:
+        """Return what stands before the samples of each prompt."""
+        prompts = self._job.prompts
+        return await prompt_texts(self._service, prompts) if self._asked.echo else [""] * len(prompts)
+
+    def whole(self, outputs: list[RequestOutput], before: list[str]) -> dict[str, Any]:
+        """Return the answer. before: what stands before the samples of each prompt."""
         scored = self._asked.max_tokens == 0
         choices = [
-            self._choice(index * self._job.params.n + sample.index, self._job.prompts[index], output, sample)
+            self._choice(index * self._job.params.n + sample.index, before[index], output, sample)
             for index, output in enumerate(outputs)
             for sample in output.samples
         ]
         return {**self._head(), "choices": choices, "usage": usage(outputs, sampled=not scored)}
 
-    def _choice(self, index: int, prompt: Prompt, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
+    def _choice(self, index: int, before: str, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
         asked, tokenizer = self._asked, self._service.model.tokenizer
         scored = asked.max_tokens == 0
-        before = self._prompt_text(prompt) if asked.echo else ""
         finish = "length" if scored and sample.finish_reason != "abort" else sample.finish_reason
         text = "" if scored or tokenizer is None else whole_text(tokenizer, sample)
         choice: dict[str, Any] = {
@@ -86,11 +90,6 @@ class _Completion:
             choice["token_ids"] = [] if scored else sample.token_ids
             choice["weight_versions"] = [] if scored else self._service.versions.spans(sample.weight_versions)
         return choice
-
-    def _prompt_text(self, prompt: Prompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return decoded(self._service.need_tokenizer(), prompt.token_ids)
 
     def _logprobs(self, output: RequestOutput, sample: SampleOutput, scored: bool) -> dict[str, Any]:
         ids = [] if scored else sample.token_ids
@@ -112,6 +111,7 @@ class _Completion:
         texts: dict[int, SampleText] = {}
         offsets: dict[int, int] = {}
         with service.submitted(job) as handles:
+            before = await self.echoed()
             async for number, chunk in service.chunks(handles):
                 index = number * params.n + chunk.sample
                 piece = ""
@@ -122,8 +122,7 @@ class _Completion:
                 began = index in offsets
                 if not began:
                     offsets[index] = 0
-                    if self._asked.echo:
-                        piece = self._prompt_text(job.prompts[number]) + piece
+                    piece = before[number] + piece
                 content = self._piece(index, piece, chunk, offsets)
                 if self._asked.return_token_ids and not began:
                     content["prompt_token_ids"] = job.prompts[number].token_ids

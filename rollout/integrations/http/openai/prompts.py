@@ -3,7 +3,8 @@
 Invariants
 ----------
 * What a tokenizer or a chat template raises over a text is the caller's error, with its words.
-* Long texts are tokenized in a thread, and so are many short ones: the other requests go on.
+* Long texts are tokenized in a thread, and so are many short ones, and many tokens are decoded in one: the other
+  requests go on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from samebit.rollout.checks import shown
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from samebit.rollout.integrations.http.service import Prompt, Service
+from samebit.rollout.requests.tokenizer import decoded
 
 LONG = 1 << 14
 """Texts of more characters together are tokenized in a thread, and more tokens decoded in one."""
@@ -44,16 +46,26 @@ async def completion_prompts(service: Service, asked: CompletionRequest) -> list
             400, f"at most {service.settings.max_prompts} prompts are allowed here, got {len(many)}", param="prompt"
         )
     characters = sum(len(one) for one in many if isinstance(one, str))
-    return await _apart(lambda: [_prompt(service, one, asked.add_special_tokens) for one in many], characters)
+    return await apart(lambda: [_prompt(service, one, asked.add_special_tokens) for one in many], characters)
 
 
 async def token_ids(service: Service, text: str, *, special: bool) -> list[int]:
     """Return the ids of a text. `special`: add the tokens that the tokenizer puts around a text."""
-    return await _apart(lambda: _encoded(service, text, special), len(text))
+    return await apart(lambda: _encoded(service, text, special), len(text))
+
+
+async def prompt_texts(service: Service, prompts: list[Prompt]) -> list[str]:
+    """Return the texts of prompts; those that came as ids are decoded."""
+    size = sum(len(prompt.token_ids) for prompt in prompts if prompt.text is None)
+    return await apart(lambda: [_text(service, one) for one in prompts], size)
 
 
 def _prompt(service: Service, given: str | list[int], special: bool) -> Prompt:
     return Prompt(_encoded(service, given, special), given) if isinstance(given, str) else Prompt(given)
+
+
+def _text(service: Service, prompt: Prompt) -> str:
+    return decoded(service.need_tokenizer(), prompt.token_ids) if prompt.text is None else prompt.text
 
 
 def _encoded(service: Service, text: str, special: bool) -> list[int]:
@@ -66,9 +78,9 @@ def _encoded(service: Service, text: str, special: bool) -> list[int]:
     return ids
 
 
-async def _apart(encode: Callable[[], T], characters: int) -> T:
-    """Tokenize so many characters: in a thread, where that takes long."""
-    return await asyncio.to_thread(encode) if characters > LONG else encode()
+async def apart(work: Callable[[], T], size: int) -> T:
+    """Do what is to be done with so many characters or tokens: in a thread, where that takes long."""
+    return await asyncio.to_thread(work) if size > LONG else work()
 
 
 async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> str:

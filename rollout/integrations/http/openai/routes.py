@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,7 +17,7 @@ from samebit.rollout.integrations.http.openai.answers import (
 )
 from samebit.rollout.integrations.http.openai.chat import chat
 from samebit.rollout.integrations.http.openai.completions import complete
-from samebit.rollout.integrations.http.openai.prompts import LONG, chat_text, token_ids
+from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, token_ids
 from samebit.rollout.integrations.http.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -102,7 +101,8 @@ async def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
         text = asked.prompt or ""
     special = asked.prompt is not None if asked.add_special_tokens is None else asked.add_special_tokens
     ids = await token_ids(service, text, special=special)
-    names = service.need_tokenizer().convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    tokenizer = service.need_tokenizer()
+    names = await apart(lambda: tokenizer.convert_ids_to_tokens(ids), len(ids)) if asked.return_token_strs else None
     limit = service.worker.limits.max_model_len
     return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
 
@@ -112,6 +112,4 @@ async def _text(service: Service, ids: list[int]) -> str:
     bad = next((token for token in ids if token >= most), None)
     if bad is not None:
         raise ApiError(400, f"token id {bad} is outside the vocabulary (0 to {most - 1})", param="tokens")
-    if len(ids) > LONG:
-        return await asyncio.to_thread(decoded, tokenizer, ids, skip_special=False)
-    return decoded(tokenizer, ids, skip_special=False) if ids else ""
+    return await apart(lambda: decoded(tokenizer, ids, skip_special=False), len(ids)) if ids else ""
