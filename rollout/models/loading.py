@@ -107,11 +107,16 @@ def position_limit(model: str | Path, revision: str | None) -> int | None:
         return _positions(read_text_config(folder))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model folder brings a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _load_folder(
     folder: Path, config: RolloutConfig, tokenizer: Tokenizer | None, unlimited_len: int | None
 ) -> LoadedModel:
     module = _from_folder(folder, config)
-    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if tokenizer is None and has_tokenizer(folder):
         tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
     return _facts(module, False, tokenizer, config, unlimited_len)
 

@@ -34,6 +34,7 @@ from samebit.rollout.integrations.http.openai.tools import check_parser
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings, Setup, read_setup
 from samebit.rollout.models.hub import model_folder
+from samebit.rollout.models.loading import has_tokenizer
 from samebit.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 UNUSABLE = 2
 BACKLOG = 2048
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,7 +134,7 @@ def _tokenizer(base: Base) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of an adapter's folder, or of its model's where it has none; None where neither has one."""
     model = model_folder(cast(str | Path, base.model), base.revision)
     for folder in (model,) if base.adapter is None else (base.adapter, model):
-        if any((folder / name).exists() for name in _TOKENIZER_FILES):
+        if has_tokenizer(folder):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
             return tokenizer
     return None

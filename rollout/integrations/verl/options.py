@@ -17,7 +17,7 @@ from verl.utils.device import get_device_name
 from samebit.rollout.checks import as_int, check_bool, check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
-from samebit.rollout.models.loading import TOKENIZER_FILES
+from samebit.rollout.models.loading import TOKENIZER_FILES, has_tokenizer
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 from samebit.weight_sync.wire.patience import check_timeout
 
@@ -196,7 +196,7 @@ def sync_timeout(custom: Mapping[str, Any] | None) -> float:
 
 def check_tokenizer(folder: str) -> None:
     """Raise `ModelLoadError` for a folder without one."""
-    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(Path(folder)):
         raise ModelLoadError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
 
 
