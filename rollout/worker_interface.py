@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
+from samebit.rollout.checks import check_bool
 from samebit.rollout.control.weights.transaction import check_update_args
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.outputs import RequestOutput
@@ -57,9 +58,7 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         check_update_args(self.version, self.in_flight)
         for name in ("partial", "cast", "verify"):
-            value = vars(self)[name]
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
+            check_bool(name, vars(self)[name])
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> UpdateOptions:

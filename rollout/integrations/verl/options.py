@@ -163,8 +163,7 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
     num_cpus = custom.get("num_cpus", 1)
     check_positive_int("rollout.custom.num_cpus", num_cpus)
     routed_experts = custom.get("routed_experts", False)
-    if not isinstance(routed_experts, bool):
-        raise ValueError(f"rollout.custom.routed_experts must be True or False, got {routed_experts!r}")
+    check_bool("rollout.custom.routed_experts", routed_experts)
     return ServerOptions(
         name=name,
         model=model["path"],
