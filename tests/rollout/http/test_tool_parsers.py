@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_a_call_is_found_by_the_schema(tokenizer: PreTrainedTokenizerBase) -> No
     text = 'Adding. <call>{"function": {"name": "add", "arguments": {"a": 1}}}</call>'
     assert parsed(tokenizer, text) == ("Adding. ", [("add", '{"a": 1}')])
     assert parsed(tokenizer, "No call.") == ("No call.", [])
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
+def test_reasoning_is_found_under_both_of_its_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """gpt-oss's schema has one, those of Qwen and GLM the other."""
+    reasoning = {name: {"type": "string", "x-regex": "<think>(.*?)</think>"}}
+    content = {"type": "string", "x-regex": "(?:</think>)?([^>]*)$"}
+    other = copy.copy(tokenizer)
+    other.response_schema = {"type": "object", "properties": {**reasoning, "content": content}}
+    parser = make_parser("template", other)
+    parser.push("<think>hm</think>so")
+    found = parser.finish()
+    assert (found.reasoning, found.content) == ("hm", "so")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ class TemplateParser:
             calls = [_named(call["function"]) for call in message.get("tool_calls") or ()]
         except _UNFIT:
             return Parsed(self._text)
-        return Parsed(message.get("content") or "", calls, message.get("thinking"))
+        reasoning = message.get("thinking", message.get("reasoning_content"))  # gpt-oss's name, and Qwen's
+        return Parsed(message.get("content") or "", calls, reasoning)
 
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
