@@ -352,6 +352,10 @@ def chunk(ids: list[int], finish: str | None = None, stop: str | None = None) ->
     return StreamChunk(0, ids, [0.0] * len(ids), finish is not None, finish, stop)
 
 
+HALF = '{"name": "add", "arguments": {"a": "\\ud800"}}'
+"""Half of a character, which no message can hold that is sent back."""
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("text", "content", "names"),
@@ -359,6 +363,8 @@ def chunk(ids: list[int], finish: str | None = None, stop: str | None = None) ->
         (f"so: {CALL} and {CALL}", "so:  and ", ["add", "add"]),
         ("<tool_call>no json</tool_call>x", "<tool_call>no json</tool_call>x", []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+        ("<tool_call>3</tool_call>", "<tool_call>3</tool_call>", []),
+        (f"<tool_call>{HALF}</tool_call>", f"<tool_call>{HALF}</tool_call>", []),
         ("a <tool_call>{", "a <tool_call>{", []),
         ("a <tool_c", "a <tool_c", []),
     ],

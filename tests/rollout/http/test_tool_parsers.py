@@ -72,6 +72,7 @@ def test_reasoning_is_found_under_both_of_its_names(tokenizer: PreTrainedTokeniz
         "x <call>[1]</call>",
         'x <call>{"a": 1}</call>',
         'x <call>{"function": {"name": 3}}</call>',
+        'x <call>{"function": "add"}</call>',
     ],
 )
 def test_what_does_not_fit_stays_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:

@@ -123,12 +123,15 @@ def _call(text: str) -> dict[str, Any] | None:
         return None
 
 
-def _named(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a call as OpenAI writes it. Raises KeyError or TypeError where it has no name."""
+def _named(given: object) -> dict[str, Any]:
+    """Return a call as OpenAI writes it. Raises an error that is `_UNFIT` for what is no call."""
+    if not isinstance(given, dict):
+        raise TypeError("a call is an object")
     arguments = given.get("arguments", {})
     if not isinstance(given["name"], str) or not isinstance(arguments, dict | str):
         raise TypeError("a call has a name, and arguments")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    f"{given['name']}{written}".encode()  # half of a character would be refused when the call is sent back
     return {
         "id": f"call_{uuid.uuid4().hex}",
         "type": "function",
