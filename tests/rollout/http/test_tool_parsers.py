@@ -1,14 +1,17 @@
-"""`--tool-call-parser template`: calls are found by the schema in the tokenizer's own folder."""
+"""`--tool-call-parser template`: calls are found by the schema or template in the tokenizer's own folder."""
 
 from __future__ import annotations
 
 import copy
+import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from samebit.rollout.integrations.http.openai.tools import check_parser, make_parser
+from samebit.rollout.integrations.http.openai.tools import check_parser, parser_maker
 
 from .served import byte_tokenizer
 
@@ -25,41 +28,96 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    """Read from a folder, as a server does."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = byte_tokenizer()
-    with pytest.raises(ValueError, match="needs a tokenizer with a response_schema, and this one has none"):
-        check_parser("template", tokenizer)
-    tokenizer.response_schema = SCHEMA
-    tokenizer.save_pretrained(folder)
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"},
+        "content": {"content": "text", "content_args": {"strip": False}},
+    },
+}
+"""Says what `SCHEMA` does to transformers 5.13 and later."""
+TAKEN = signature(PreTrainedTokenizerFast.parse_response).parameters
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def read_from_a_folder(folder: Path, **more: object) -> PreTrainedTokenizerBase:
+    """As a server does."""
+    byte_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
+    """For each version of transformers."""
+    loaded = read_from_a_folder(tmp_path, response_schema=SCHEMA, response_template=TEMPLATE)
     check_parser("template", loaded)
     return loaded
 
 
-def parsed(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = make_parser("template", tokenizer)
+def parsed(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str = "") -> tuple[str, list[tuple[str, str]]]:
+    ids = tokenizer(prompt)["input_ids"]
+    parser = parser_maker("template", tokenizer, ids, [TOOL])()
     assert parser.push(text[:5]).content == parser.push(text[5:]).content == "", "nothing before the end"
     found = parser.finish()
     return found.content, [(call["function"]["name"], call["function"]["arguments"]) for call in found.calls]
 
 
-def test_a_call_is_found_by_the_schema(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tokenizer_says_how_answers_are_read(tmp_path: Path) -> None:
+    """By the name that the installed transformers reads; a key that it does not read is none."""
+    other = {"response_template": TEMPLATE} if "prefix" not in TAKEN else {}
+    other |= {"response_schema": SCHEMA} if "tools" in TAKEN else {}
+    with pytest.raises(ValueError, match=rf"{transformers.__version__} can read .* does not have a `response_"):
+        check_parser("template", read_from_a_folder(tmp_path, **other))
+
+
+def test_a_call_is_found_as_the_tokenizer_says(tokenizer: PreTrainedTokenizerBase) -> None:
     text = 'Adding. <call>{"function": {"name": "add", "arguments": {"a": 1}}}</call>'
     assert parsed(tokenizer, text) == ("Adding. ", [("add", '{"a": 1}')])
     assert parsed(tokenizer, "No call.") == ("No call.", [])
 
 
+@pytest.mark.skipif("prefix" not in TAKEN, reason="transformers before 5.13 reads no response_template")
+def test_what_the_prompt_has_begun_is_read_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    parser = parser_maker("template", tokenizer, tokenizer("<|im_start|>assistant\n<think>a")["input_ids"], [TOOL])()
+    parser.push("b</think>c")
+    found = parser.finish()
+    assert (found.reasoning, found.content) == ("ab", "c")
+
+
+class NewTokenizer(PreTrainedTokenizerFast):
+    """Takes what transformers 5.15 and later take, and answers with it."""
+
+    def parse_response(
+        self, response: str, schema: None = None, *, prefix: str | None = None, tools: list[object] | None = None
+    ) -> dict[str, object]:
+        call = {"function": {"name": response, "arguments": {"tools": tools}}}
+        return {"reasoning_content": prefix, "tool_calls": [call]}
+
+
+def test_the_parser_is_told_of_the_prompt_and_the_tools() -> None:
+    tokenizer = NewTokenizer(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|im_end|>")
+    vars(tokenizer)["response_template"] = TEMPLATE
+    ids = tokenizer("<|im_start|>assistant\n<think>")["input_ids"]
+    parser = parser_maker("template", tokenizer, ids, [TOOL])()
+    parser.push("said")
+    found = parser.finish()
+    assert found.reasoning == "<|im_start|>assistant\n<think>"
+    assert json.loads(found.calls[0]["function"]["arguments"]) == {"tools": [TOOL]}
+
+
+@pytest.mark.skipif("tools" in TAKEN, reason="a later transformers reads no response_schema")
 @pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
 def test_reasoning_is_found_under_both_of_its_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """gpt-oss's schema has one, those of Qwen and GLM the other."""
     reasoning = {name: {"type": "string", "x-regex": "<think>(.*?)</think>"}}
     content = {"type": "string", "x-regex": "(?:</think>)?([^>]*)$"}
     other = copy.copy(tokenizer)
+    vars(other)["response_template"] = None
     other.response_schema = {"type": "object", "properties": {**reasoning, "content": content}}
-    parser = make_parser("template", other)
+    parser = parser_maker("template", other, [], [])()
     parser.push("<think>hm</think>so")
     found = parser.finish()
     assert (found.reasoning, found.content) == ("hm", "so")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import Request
@@ -14,12 +14,12 @@ from samebit.rollout.integrations.http.event_stream import DONE, EventStream, ev
 from samebit.rollout.integrations.http.openai import logprobs
 from samebit.rollout.integrations.http.openai.answers import usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
-from samebit.rollout.integrations.http.openai.prompts import chat_text, token_ids
+from samebit.rollout.integrations.http.openai.prompts import chat_text, described, token_ids
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, Message, ToolCall
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_chat
 from samebit.rollout.integrations.http.openai.sessions import Conversation
-from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, make_parser
+from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, parser_maker
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 
@@ -71,16 +71,17 @@ class _Chat:
         self._session = session
         self._tokenizer = service.need_tokenizer()
         self._texts = TokenTexts(self._tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
+        self._parser = self._parser_maker()
 
     def _head(self, kind: str) -> dict[str, Any]:
         model = self._asked.model or self._service.model.name
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": model}
 
-    def _parser(self) -> ToolParser | None:
+    def _parser_maker(self) -> Callable[[], ToolParser | None]:
         name = self._service.settings.tool_call_parser
         if name is None or not self._asked.tools or self._asked.tool_choice == "none":
-            return None
-        return make_parser(name, self._tokenizer)
+            return lambda: None
+        return parser_maker(name, self._tokenizer, self._job.prompts[0].token_ids, described(self._asked.tools))
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer."""

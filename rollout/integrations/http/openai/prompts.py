@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 
 from samebit.rollout.checks import shown
 from samebit.rollout.integrations.http.errors import ApiError
-from samebit.rollout.integrations.http.openai.requests import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from samebit.rollout.integrations.http.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    TokenizeRequest,
+    Tool,
+)
 from samebit.rollout.integrations.http.service import Prompt, Service
 from samebit.rollout.requests.tokenizer import decoded
 
@@ -93,7 +99,7 @@ async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> s
         raise ApiError(
             400, "continue_final_message goes with add_generation_prompt=false", param="continue_final_message"
         )
-    tools: Any = [tool.model_dump(exclude_none=True, by_alias=True) for tool in asked.tools] if asked.tools else None
+    tools: Any = described(asked.tools) if asked.tools else None
 
     def render() -> str:
         try:
@@ -115,6 +121,11 @@ async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> s
         return str(text)
 
     return await asyncio.to_thread(render) if len(messages) > 64 else render()
+
+
+def described(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Return tools as templates take them."""
+    return [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
 from typing import Any, Protocol
 
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from samebit.rollout.integrations.http.openai.sample_text import overlap
+from samebit.rollout.requests.tokenizer import decoded
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PARSERS = ("hermes", "template")
@@ -77,10 +82,12 @@ class HermesParser:
 
 
 class TemplateParser:
-    """Reads as the tokenizer's own response schema says, when the sample has ended."""
+    """Reads as the tokenizer's own response schema or template says, when the sample has ended. context: `context_of`
+    its request."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
+        self._context = context
         self._text = ""
 
     def push(self, text: str) -> Parsed:
@@ -89,7 +96,7 @@ class TemplateParser:
 
     def finish(self) -> Parsed:
         try:
-            message: Any = self._tokenizer.parse_response(self._text)
+            message: Any = self._tokenizer.parse_response(self._text, **self._context)
             if not isinstance(message, dict):
                 return Parsed(self._text)
             calls = [_named(call["function"]) for call in message.get("tool_calls") or ()]
@@ -99,9 +106,28 @@ class TemplateParser:
         return Parsed(message.get("content") or "", calls, reasoning)
 
 
-def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
-    """Return a parser for one sample."""
-    return HermesParser() if name == "hermes" else TemplateParser(tokenizer)
+def parser_maker(
+    name: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], tools: list[dict[str, Any]]
+) -> Callable[[], ToolParser]:
+    """Return what makes a parser for each sample of a request."""
+    if name == "hermes":
+        return HermesParser
+    return partial(TemplateParser, tokenizer, context_of(tokenizer, prompt_ids, tools))
+
+
+def context_of(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], tools: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what `parse_response` takes of a request, by the installed version of transformers.
+
+    Up to 5.14 it reads a `response_schema`, which takes nothing; from 5.13 on a `response_template`, which takes the
+    prompt, and in later versions the tools.
+    """
+    taken = signature(tokenizer.parse_response).parameters
+    if "prefix" not in taken or vars(tokenizer).get("response_template") is None:
+        return {}
+    given = {"prefix": decoded(tokenizer, prompt_ids, skip_special=False), "tools": tools}
+    return {name: value for name, value in given.items() if name in taken}
 
 
 def check_parser(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -112,8 +138,21 @@ def check_parser(name: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
         raise ValueError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {name!r}")
     if tokenizer is None:
         raise ValueError("tool_call_parser needs a tokenizer, and the model's folder has none")
-    if name == "template" and not tokenizer.init_kwargs.get("response_schema"):
-        raise ValueError("tool_call_parser='template' needs a tokenizer with a response_schema, and this one has none")
+    if name == "template":
+        _check_readable(tokenizer)
+
+
+def _check_readable(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError for a tokenizer without what the installed transformers reads answers by."""
+    try:
+        tokenizer.parse_response("", **context_of(tokenizer, [], []))
+    except AttributeError as error:
+        raise ValueError(
+            "tool_call_parser='template' needs a tokenizer by which transformers "
+            f"{transformers.__version__} can read answers: {error}"
+        ) from error
+    except _UNFIT:
+        pass  # an empty text is no message, and says nothing about others
 
 
 def _call(text: str) -> dict[str, Any] | None:
