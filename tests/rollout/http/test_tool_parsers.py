@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from samebit.rollout.integrations.http.openai.tools import check_parser, parser_maker
+from samebit.rollout.integrations.http.openai.tools import check_parser, reading
 
 from .served import byte_tokenizer
 
@@ -59,7 +59,7 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
 
 def parsed(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str = "") -> tuple[str, list[tuple[str, str]]]:
     ids = tokenizer(prompt)["input_ids"]
-    parser = parser_maker("template", tokenizer, ids, [TOOL])()
+    parser = reading("template", tokenizer, ids, [TOOL]).parser()
     assert parser.push(text[:5]).content == parser.push(text[5:]).content == "", "nothing before the end"
     found = parser.finish()
     return found.content, [(call["function"]["name"], call["function"]["arguments"]) for call in found.calls]
@@ -81,7 +81,7 @@ def test_a_call_is_found_as_the_tokenizer_says(tokenizer: PreTrainedTokenizerBas
 
 @pytest.mark.skipif("prefix" not in TAKEN, reason="transformers before 5.13 reads no response_template")
 def test_what_the_prompt_has_begun_is_read_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    parser = parser_maker("template", tokenizer, tokenizer("<|im_start|>assistant\n<think>a")["input_ids"], [TOOL])()
+    parser = reading("template", tokenizer, tokenizer("<|im_start|>assistant\n<think>a")["input_ids"], [TOOL]).parser()
     parser.push("b</think>c")
     found = parser.finish()
     assert (found.reasoning, found.content) == ("ab", "c")
@@ -93,19 +93,18 @@ class NewTokenizer(PreTrainedTokenizerFast):
     def parse_response(
         self, response: str, schema: None = None, *, prefix: str | None = None, tools: list[object] | None = None
     ) -> dict[str, object]:
-        call = {"function": {"name": response, "arguments": {"tools": tools}}}
-        return {"reasoning_content": prefix, "tool_calls": [call]}
+        return {"tool_calls": [{"function": {"name": response, "arguments": {"prefix": prefix, "tools": tools}}}]}
 
 
 def test_the_parser_is_told_of_the_prompt_and_the_tools() -> None:
     tokenizer = NewTokenizer(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|im_end|>")
     vars(tokenizer)["response_template"] = TEMPLATE
     ids = tokenizer("<|im_start|>assistant\n<think>")["input_ids"]
-    parser = parser_maker("template", tokenizer, ids, [TOOL])()
+    parser = reading("template", tokenizer, ids, [TOOL]).parser()
     parser.push("said")
-    found = parser.finish()
-    assert found.reasoning == "<|im_start|>assistant\n<think>"
-    assert json.loads(found.calls[0]["function"]["arguments"]) == {"tools": [TOOL]}
+    (call,) = parser.finish().calls
+    expected = {"prefix": "<|im_start|>assistant\n<think>", "tools": [TOOL]}
+    assert json.loads(call["function"]["arguments"]) == expected
 
 
 @pytest.mark.skipif("tools" in TAKEN, reason="a later transformers reads no response_schema")
@@ -117,7 +116,7 @@ def test_reasoning_is_found_under_both_of_its_names(tokenizer: PreTrainedTokeniz
     other = copy.copy(tokenizer)
     vars(other)["response_template"] = None
     other.response_schema = {"type": "object", "properties": {**reasoning, "content": content}}
-    parser = parser_maker("template", other, [], [])()
+    parser = reading("template", other, [], []).parser()
     parser.push("<think>hm</think>so")
     found = parser.finish()
     assert (found.reasoning, found.content) == ("hm", "so")

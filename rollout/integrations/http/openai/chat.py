@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
@@ -19,7 +19,7 @@ from samebit.rollout.integrations.http.openai.requests import ChatRequest, Messa
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_chat
 from samebit.rollout.integrations.http.openai.sessions import Conversation
-from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, parser_maker
+from samebit.rollout.integrations.http.openai.tools import Parsed, Reading, ToolParser, reading
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 
@@ -71,17 +71,17 @@ class _Chat:
         self._session = session
         self._tokenizer = service.need_tokenizer()
         self._texts = TokenTexts(self._tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
-        self._parser = self._parser_maker()
+        self._reading = self._read_by()
 
     def _head(self, kind: str) -> dict[str, Any]:
         model = self._asked.model or self._service.model.name
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": model}
 
-    def _parser_maker(self) -> Callable[[], ToolParser | None]:
+    def _read_by(self) -> Reading | None:
         name = self._service.settings.tool_call_parser
         if name is None or not self._asked.tools or self._asked.tool_choice == "none":
-            return lambda: None
-        return parser_maker(name, self._tokenizer, self._job.prompts[0].token_ids, described(self._asked.tools))
+            return None
+        return reading(name, self._tokenizer, self._job.prompts[0].token_ids, described(self._asked.tools))
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer."""
@@ -93,7 +93,7 @@ class _Chat:
         return answer
 
     def _choice(self, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
-        parsed = self._parsed(whole_text(self._tokenizer, sample))
+        parsed = Parsed(whole_text(self._tokenizer, sample)) if self._reading is None else self._reading.read(sample)
         self._note(output, sample, parsed)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
@@ -117,13 +117,6 @@ class _Chat:
             choice["weight_versions"] = self._service.versions.spans(sample.weight_versions)
         return choice
 
-    def _parsed(self, text: str) -> Parsed:
-        parser = self._parser()
-        if parser is None:
-            return Parsed(text)
-        first, last = parser.push(text), parser.finish()
-        return Parsed(first.content + last.content, first.calls + last.calls, last.reasoning)
-
     def _note(self, output: RequestOutput, sample: SampleOutput, parsed: Parsed) -> None:
         """Keep the ids of the turn for the next one of its session."""
         if self._session is not None and sample.finish_reason != "abort":
@@ -137,12 +130,8 @@ class _Chat:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of the stream; the request runs for as long as they are read."""
-        service, job, params = self._service, self._job, self._job.params
-        end_ids = service.end_ids(params)
-        messages = [
-            _GrowingMessage(SampleText(self._tokenizer, params.stop_strings, end_ids), self._parser())
-            for _ in range(params.n)
-        ]
+        service, job = self._service, self._job
+        messages = [self._message() for _ in range(job.params.n)]
         head = self._head("chat.completion.chunk")
         every = bool(self._asked.return_token_ids or self._asked.logprobs)
         first: dict[str, Any] = {"prompt_token_ids": job.prompts[0].token_ids} if self._asked.return_token_ids else {}
@@ -159,6 +148,14 @@ class _Chat:
         if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
             yield event({**head, "choices": [], "usage": usage([output])})
         yield DONE
+
+    def _message(self) -> _GrowingMessage:
+        params = self._job.params
+        end_ids = self._service.end_ids(params)
+        if self._reading is None:
+            return _GrowingMessage(SampleText(self._tokenizer, params.stop_strings, end_ids), None)
+        text = SampleText(self._reading.tokenizer, params.stop_strings, end_ids)
+        return _GrowingMessage(text, self._reading.parser())
 
     def _piece(self, chunk: StreamChunk, delta: dict[str, Any], message: _GrowingMessage) -> dict[str, Any]:
         called = chunk.finish_reason == "stop" and message.whole.calls
@@ -192,7 +189,7 @@ class _GrowingMessage:
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
         """Take new tokens; return what they add to the message."""
-        parsed = self._parsed(self._text.push(chunk), chunk.finished)
+        parsed = self._parsed(chunk)
         delta: dict[str, Any] = {}
         if not self._began:
             self._began = True
@@ -208,11 +205,9 @@ class _GrowingMessage:
         self.whole.calls += parsed.calls
         return delta
 
-    def _parsed(self, piece: str, finished: bool) -> Parsed:
+    def _parsed(self, chunk: StreamChunk) -> Parsed:
+        piece = self._text.push(chunk)
         if self._parser is None:
             return Parsed(piece)
         found = self._parser.push(piece)
-        if not finished:
-            return found
-        last = self._parser.finish()
-        return Parsed(found.content + last.content, found.calls + last.calls, last.reasoning)
+        return found.then(self._parser.finish(self._text.ended_by)) if chunk.finished else found

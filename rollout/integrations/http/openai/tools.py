@@ -4,6 +4,7 @@ Invariants
 ----------
 * Text that is no well-formed call stays text; nothing the model wrote is lost.
 * A streamed call is sent whole, when its end has been read; text before it is sent as it comes.
+* Tags are found whether they are special tokens of the tokenizer or not.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from typing import Any, Protocol
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from samebit.rollout.integrations.http.openai.sample_text import overlap
-from samebit.rollout.requests.tokenizer import decoded
+from samebit.rollout.integrations.http.openai.sample_text import (
+    KeepingSpecial,
+    ended_by,
+    overlap,
+    special_tokens,
+    text_by,
+)
+from samebit.rollout.outputs import SampleOutput
+from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PARSERS = ("hermes", "template")
@@ -36,6 +44,10 @@ class Parsed:
     calls: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str | None = None
 
+    def then(self, last: Parsed) -> Parsed:
+        """Return this and what came last, together."""
+        return Parsed(self.content + last.content, self.calls + last.calls, last.reasoning)
+
 
 class ToolParser(Protocol):
     """Reads one sample."""
@@ -43,8 +55,8 @@ class ToolParser(Protocol):
     def push(self, text: str) -> Parsed:
         """Take more text; return what is certain."""
 
-    def finish(self) -> Parsed:
-        """Return what is left at the end."""
+    def finish(self, ended_by: int | None = None) -> Parsed:
+        """Return what is left at the end. ended_by: the token that ended the sample, which is not in the text."""
 
 
 class HermesParser:
@@ -72,7 +84,7 @@ class HermesParser:
             else:
                 found.calls.append(call)
 
-    def finish(self) -> Parsed:
+    def finish(self, ended_by: int | None = None) -> Parsed:
         rest, self._text = self._text, ""
         return Parsed(rest)
 
@@ -82,37 +94,73 @@ class HermesParser:
 
 
 class TemplateParser:
-    """Reads as the tokenizer's own response schema or template says, when the sample has ended. context: `context_of`
-    its request."""
+    """Reads as the tokenizer's own response schema or template says, when the sample has ended: a text with its special
+    tokens. context: `context_of` its request. special: `special_tokens` of the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: dict[str, Any], special: dict[int, str]) -> None:
         self._tokenizer = tokenizer
         self._context = context
+        self._special = special
         self._text = ""
 
     def push(self, text: str) -> Parsed:
         self._text += text
         return Parsed()
 
-    def finish(self) -> Parsed:
+    def finish(self, ended_by: int | None = None) -> Parsed:
+        """Read also with the token that ended the sample, where that is a special one: to some it ends a call."""
+        end = "" if ended_by is None else self._special.get(ended_by, "")
+        read = [one for text in dict.fromkeys((self._text, self._text + end)) if (one := self._read(text)) is not None]
+        found = max(read, key=lambda one: len(one.calls), default=Parsed(self._text))
+        reasoning = None if found.reasoning is None else self._plain(found.reasoning)
+        return Parsed(self._plain(found.content), found.calls, reasoning)
+
+    def _read(self, text: str) -> Parsed | None:
         try:
-            message: Any = self._tokenizer.parse_response(self._text, **self._context)
+            message: Any = self._tokenizer.parse_response(text, **self._context)
             if not isinstance(message, dict):
-                return Parsed(self._text)
+                return None
             calls = [_named(call["function"]) for call in message.get("tool_calls") or ()]
         except _UNFIT:
-            return Parsed(self._text)
+            return None
         reasoning = message.get("thinking", message.get("reasoning_content"))  # gpt-oss's name, and Qwen's
-        return Parsed(message.get("content") or "", calls, reasoning)
+        content = message.get("content") or ""
+        readable = isinstance(content, str) and isinstance(reasoning, str | None)
+        return Parsed(content, calls, reasoning) if readable else None
+
+    def _plain(self, text: str) -> str:
+        for token in self._special.values():
+            text = text.replace(token, "")
+        return text
 
 
-def parser_maker(
+@dataclass(frozen=True)
+class Reading:
+    """Says how the samples of a request are read.
+
+    Attributes:
+        tokenizer: decodes the text that is read.
+        parser: makes the parser of one sample.
+    """
+
+    tokenizer: Tokenizer
+    parser: Callable[[], ToolParser]
+
+    def read(self, sample: SampleOutput) -> Parsed:
+        """Return what a sample that has ended says."""
+        parser = self.parser()
+        first = parser.push(text_by(self.tokenizer, sample))
+        return first.then(parser.finish(ended_by(sample, sample.token_ids)))
+
+
+def reading(
     name: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], tools: list[dict[str, Any]]
-) -> Callable[[], ToolParser]:
-    """Return what makes a parser for each sample of a request."""
+) -> Reading:
+    """Return how the samples of a request are read by the parser of this name."""
     if name == "hermes":
-        return HermesParser
-    return partial(TemplateParser, tokenizer, context_of(tokenizer, prompt_ids, tools))
+        return Reading(KeepingSpecial(tokenizer, (OPEN, CLOSE)), HermesParser)
+    context, special = context_of(tokenizer, prompt_ids, tools), special_tokens(tokenizer)
+    return Reading(KeepingSpecial(tokenizer, None), partial(TemplateParser, tokenizer, context, special))
 
 
 def context_of(
