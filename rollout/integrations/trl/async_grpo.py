@@ -129,11 +129,11 @@ class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
         selected = inputs["token_index"] >= 0
         trainer = recorded.output.log_probs.flatten()[inputs["token_index"][selected]]
         current = inputs[_VERSIONS][selected] == self.worker.weight_version
-        self.agreement.add(inputs["old_log_probs"][selected], trainer, current)
+        self.agreement.add(inputs["old_log_probs"][selected], trainer, current, training=self.model.training)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        logs.update(self.agreement.take_metrics())
+        logs.update(self.agreement.take_metrics(training=self.model.training))
         super().log(logs, start_time)
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:

@@ -104,7 +104,7 @@ class _SamebitRollouts(_Trainer):
         logprobs, mask = self._rollout_logprobs(output)
         old = self._old_logprobs(output)
         if old is not None:
-            self.agreement.add(logprobs, old, mask)
+            self.agreement.add(logprobs, old, mask, training=self.model.training)
         versions = torch.full((len(mask),), self.worker.weight_version, device=mask.device)
         output |= {_LOGPROBS: logprobs, _MASK: mask, _VERSIONS: versions}
         return output
@@ -113,11 +113,12 @@ class _SamebitRollouts(_Trainer):
         self._computed.clear()
         loss: torch.Tensor = super()._compute_loss(model, inputs)
         current = inputs[_VERSIONS] == self.worker.weight_version
-        self.agreement.add(inputs[_LOGPROBS], self._computed[0], inputs[_MASK] & current[:, None])
+        mask = inputs[_MASK] & current[:, None]
+        self.agreement.add(inputs[_LOGPROBS], self._computed[0], mask, training=self.model.training)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        logs.update(self.agreement.take_metrics())
+        logs.update(self.agreement.take_metrics(training=self.model.training))
         super().log(logs, start_time)
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

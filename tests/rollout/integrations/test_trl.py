@@ -149,6 +149,27 @@ def test_a_step_sees_what_the_one_before_has_learned(folder: Path, tmp_path: Pat
     assert trained.agreement.differing == 0
 
 
+@pytest.mark.parametrize(("kind", "times"), [(GRPOTrainer, 1), (RLOOTrainer, 2)], ids=["GRPO", "RLOO"])
+def test_an_evaluation_has_metrics_of_its_own(kind: type, times: int, folder: Path, tmp_path: Path) -> None:
+    """Between two entries of training, which have all of theirs. times: how often a token is compared."""
+    options = {
+        "max_steps": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
+        "generation_kwargs": {"logit_bias": {END_ID: -100.0}},
+    }  # fmt: skip
+    trained = trainer(kind, folder, tmp_path, options, eval_dataset=Dataset.from_dict({"prompt": PROMPTS}))
+    trained.train()
+    (step,) = steps(trained)
+    evaluations = [row for row in trained.state.log_history if "eval_loss" in row]
+    assert step[COMPARED] == 2 * 4 * 13 * times
+    first, second = (row[f"eval_{COMPARED}"] for row in evaluations)
+    assert first == second == (trained.agreement.compared - step[COMPARED]) / 2
+    for name in (COMPARED, DIFFERENCE, DIFFERING, OF_TRL):
+        assert name in step
+        assert f"eval_{name}" not in step
+        assert not any(name in row for row in evaluations)
+        assert all(f"eval_{name}" in row for row in evaluations)
+
+
 def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer(GRPOTrainer, folder, tmp_path, options).train()
