@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from samebit.rollout.requests.tokenizer import Tokenizer, decoded
+from transformers import PreTrainedTokenizerBase
+
+from samebit.rollout.requests.tokenizer import decoded
 
 Top = dict[int, float]
+_SPACE = "\u2581"
+"""Stands for a space in SentencePiece's pieces."""
 
 
 class TokenTexts:
     """Remembers the text of each token that was asked for. as_ids: all are written `token_id:5`, as vLLM does if
     asked for `return_tokens_as_token_ids`."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, as_ids: bool = False) -> None:
         self._tokenizer = None if as_ids else tokenizer
         self._known: dict[int, str] = {}
 
@@ -27,9 +31,24 @@ class TokenTexts:
         return self._known[token]
 
     def _text(self, token: int) -> str:
-        """Return a token's text; where it has none of its own, as a special one, `token_id:5`."""
-        text = "" if self._tokenizer is None else decoded(self._tokenizer, [token])
+        """Return a token's text; `token_id:5` where the tokenizer has none."""
+        text = "" if self._tokenizer is None else _text_of(self._tokenizer, token)
         return text or f"token_id:{token}"
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Return the text of a token behind others: SentencePiece's decoders take a space from where a text begins. A
+    special token has the text that it is written as."""
+    text = decoded(tokenizer, [token]) or decoded(tokenizer, [token], skip_special=False)
+    piece: str | None = tokenizer.convert_ids_to_tokens([token])[0]
+    if piece is None or text.startswith(_SPACE):
+        return text
+    lacking = _leading(piece, _SPACE) - _leading(text, " ")
+    return " " * lacking + text
+
+
+def _leading(text: str, character: str) -> int:
+    return len(text) - len(text.lstrip(character))
 
 
 def of_completion(
