@@ -150,7 +150,7 @@ def binding_of(model: nn.Module) -> Binding:
     binding = _known(model)
     if binding is None:
         for name, child in model.named_children():
-            if _known(child) is not None:  # of DistributedDataParallel, torch.compile
+            if any(map(is_bound, child.modules())):  # of torch.compile, around DistributedDataParallel too
                 raise ValueError(f"{type(model).__name__} is not bound, but what it wraps is: give its {name}")
         raise ValueError(f"{type(model).__name__} is not bound: call samebit.kernels.bind(model) first")
     return binding

@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from samebit.kernels.binding.binding import checked_binding_of
+from samebit.kernels.binding.binding import Binding, checked_binding_of, is_bound
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, use_scoring
 from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
@@ -32,7 +33,8 @@ def token_logprobs(
     reach the head. Of many logits only a part is in memory at once, in the backward too (`logprob_head`).
 
     Args:
-        model: bound (see `samebit.kernels.bind`).
+        model: bound (see `samebit.kernels.bind`), or a DistributedDataParallel of one, whose ranks then share the mean
+            of their gradients.
         input_ids: ``[B, T]`` integers.
         attention_mask: ``[B, T]``, above 0 for tokens, else 0; left or right padding.
         position_ids: ``[B, T]`` or ``[1, T]`` integers; a new sequence starts wherever they do not go up by one (packed
@@ -79,7 +81,7 @@ def token_scores(
     Raises:
         ValueError, TypeError, BindingError: as `token_logprobs`, and for a mask of another shape.
     """
-    binding = checked_binding_of(model)
+    binding = _binding_of_replica(model)
     check_ids("input_ids", input_ids)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
@@ -110,6 +112,19 @@ def token_scores(
         return out.view(-1).index_put((targets,), values).view(batch, width)[:, 1:]
 
     return Scores(placed(log_probs, scores.log_probs), placed(entropy, scores.entropy) if with_entropy else None)
+
+
+def _binding_of_replica(model: nn.Module) -> Binding:
+    """Return the binding of a model, or of that in a DistributedDataParallel: it is this that a trainer calls, as its
+    forward prepares the reduction of the gradients."""
+    if not isinstance(model, DistributedDataParallel):
+        return checked_binding_of(model)
+    if not is_bound(model.module):
+        raise ValueError(
+            f"DistributedDataParallel holds a {type(model.module).__name__}, which is not bound: build it around what "
+            "samebit.kernels.bind(model) returned"
+        )
+    return checked_binding_of(model.module)
 
 
 def _before(wanted: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
