@@ -50,6 +50,16 @@ def check(policy: PreTrainedModel, options: dict[str, Any]) -> None:
         assert torch.equal(mine, torch.stack(others).mean(0))
 
 
+def check_nothing_to_score(policy: PreTrainedModel) -> None:
+    """The first rank has something: its gradients, and the others' of zero, have a mean."""
+    alone, replicas = copy.deepcopy(policy), DistributedDataParallel(copy.deepcopy(policy))
+    token_logprobs(alone, IDS[0]).sum().backward()
+    first = dist.get_rank() == 0
+    token_logprobs(replicas, IDS[0] if first else IDS[0, :, :1]).sum().backward()
+    for mine, whole in zip(gradients(replicas.module), gradients(alone), strict=True):
+        assert torch.equal(mine, whole / dist.get_world_size())
+
+
 def main(rank: int, folder: str, ranks: str) -> None:
     store = dist.FileStore(f"{folder}/store", int(ranks))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=int(ranks), timeout=timedelta(seconds=900))
@@ -57,5 +67,6 @@ def main(rank: int, folder: str, ranks: str) -> None:
     policy = bind(Qwen3ForCausalLM(Qwen3Config(**CONFIG)))
     for options in WAYS:
         check(policy, options)
+    check_nothing_to_score(policy)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")

@@ -179,6 +179,25 @@ def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
         assert not torch.equal(after, before)
 
 
+def check_nothing_to_score(mesh: DeviceMesh) -> None:
+    """The first rank has something; the others take part in its collectives, and add nothing."""
+    whole = bind(build("experts", tied=False))
+    model = sharded(mesh, torch.float32, "experts", tied=False, checkpointing=False)
+    inputs = batch()
+    expected = token_logprobs(whole, **inputs)
+    expected.sum().backward()
+    if dist.get_rank() > 0:
+        inputs = {"input_ids": torch.tensor([[5], [6]])}
+        expected = torch.zeros(2, 0)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(model, **inputs), expected)
+    got = token_logprobs(model, **inputs)
+    assert torch.equal(got, expected)
+    got.sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad / dist.get_world_size()), name
+
+
 def main(rank: int, folder: str, ranks: str, every: str) -> None:
     """Check all combinations of a model's, or of a dense one those in which any two meet in each way, and of those with
     experts one each; `check_update` has another."""
@@ -195,6 +214,7 @@ def main(rank: int, folder: str, ranks: str, every: str) -> None:
         for kind in ("experts", "sparse"):
             if every == "True" or checkpointing == (kind == "sparse"):
                 check(mesh, dtype, kind, tied=False, checkpointing=checkpointing)
+    check_nothing_to_score(mesh)
     check_update(mesh, torch.bfloat16)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from samebit.kernels import bind
+from samebit.kernels import bind, token_logprobs
 
 from ..campaign import in_pairs
 from .families import DTYPES, EXPERTS, FAMILIES, LATENTS, make_model, paired, token_ids
@@ -73,6 +73,29 @@ def test_autocast_around_the_backward_changes_no_bit(family: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         of_all.backward()
     assert_equal(take_gradients(model), expected)
+
+
+UNSCORED: dict[str, dict[str, torch.Tensor]] = {
+    "one token": {"input_ids": torch.tensor([[5]])},
+    "padding": {"input_ids": torch.tensor([[5, 0, 0], [0, 0, 6]]), "attention_mask": torch.eye(3).long()[[0, 2]]},
+    "padding alone": {"input_ids": torch.zeros(1, 3).long(), "attention_mask": torch.zeros(1, 3)},
+    "no rows": {"input_ids": torch.zeros(0, 3).long()},
+}
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "Bamba", "Qwen3Next", LATENTS[0]])
+def test_nothing_to_score_has_gradients_of_zero(family: str) -> None:
+    model = bind(make_model(family))
+    token_logprobs(model, torch.arange(9)[None]).sum().backward()
+    learning = [name for name, gradient in take_gradients(model).items() if gradient is not None]
+    for arguments in UNSCORED.values():
+        scores = token_logprobs(model, **arguments)
+        batch, width = arguments["input_ids"].shape
+        assert torch.equal(scores, torch.zeros(batch, width - 1))
+        scores.sum().backward()
+        found = take_gradients(model)
+        assert [name for name, gradient in found.items() if gradient is not None] == learning
+        assert not any(bool(found[name].any()) for name in learning)
 
 
 @pytest.mark.parametrize("name", ["left padded", "right padded", "logits of a packed batch", "two micro-batches"])

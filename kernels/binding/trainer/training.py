@@ -76,7 +76,7 @@ def token_scores(
         forward: the model's bound forward, from inside a forward that was put around it (`wrap_forward`).
 
     Returns:
-        ``[B, T - 1]`` float32 each, 0 where nothing was scored.
+        ``[B, T - 1]`` float32 each, 0 where nothing was scored. A forward runs in any case: other ranks may wait in it.
 
     Raises:
         ValueError, TypeError, BindingError: as `token_logprobs`, and for a mask of another shape.
@@ -97,7 +97,8 @@ def token_scores(
         predicts = predicts & _before(wanted, (batch, width)).to(rows.device)[rows]
     log_probs, entropy = (torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device) for _ in range(2))
     if not bool(predicts.any()):
-        return Scores(log_probs[:, 1:], entropy[:, 1:] if with_entropy else None)
+        others = token_scores(model, input_ids.new_zeros(1, 2), with_entropy=with_entropy, forward=forward)
+        return _of_nothing(log_probs[:, 1:], others)
     tokens = input_ids.reshape(-1)
     packed, packed_layout = _packed(tokens, layout, rows)
     targets = rows[predicts] + 1
@@ -125,6 +126,16 @@ def _binding_of_replica(model: nn.Module) -> Binding:
             "samebit.kernels.bind(model) returned"
         )
     return checked_binding_of(model.module)
+
+
+def _of_nothing(zeros: torch.Tensor, others: Scores) -> Scores:
+    """Return these zeros as scores, with the graph of others, of which they have none: other ranks wait in the
+    collectives of this forward and its backward, and every parameter has a gradient, of zero."""
+
+    def summed(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else zeros + values[:, :0].sum()
+
+    return Scores(summed(others.log_probs), summed(others.entropy))
 
 
 def _before(wanted: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -111,7 +111,7 @@ class _Scorer:
         return Scores(log_probs=placed(scores.log_probs), entropy=placed(scores.entropy))
 
     def _scores(self, input_ids: torch.Tensor, wanted: torch.Tensor, **layout: torch.Tensor | None) -> Scores:
-        scores = token_scores(
+        return token_scores(
             self._model,
             input_ids,
             temperature=self._temperature,
@@ -120,11 +120,6 @@ class _Scorer:
             forward=self._forward,
             **layout,
         )
-        if not torch.is_grad_enabled() or cast(torch.Tensor, scores.log_probs).requires_grad:
-            return scores
-        # Nothing was scored, and the trainer's backward needs a graph: a zero of every parameter's gradient.
-        nothing = sum(one.reshape(-1)[:1].sum() * 0.0 for one in self._model.parameters() if one.requires_grad)
-        return Scores(*(cast(torch.Tensor, one) + nothing for one in (scores.log_probs, scores.entropy)))
 
 
 def _refuse(inputs: dict[str, Any]) -> None:

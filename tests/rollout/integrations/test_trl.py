@@ -238,7 +238,7 @@ def test_scores_are_near_those_of_trls_own_head(labels: str, folder: Path, tmp_p
     for model, scores in ((trained.model, ours), (plain, theirs)):
         (scores.log_probs.sum() + 0.3 * scores.entropy.sum()).backward()
         grads = [parameter.grad for parameter in model.parameters()]
-        assert all(grad is not None or labels == "none" for grad in grads)
+        assert all(grad is not None or (labels == "none" and model is plain) for grad in grads)
     if labels == "some":
         for mine, other in zip(trained.model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-3)
