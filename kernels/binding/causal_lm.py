@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from samebit.kernels.binding.dense.step import logits_in_one_call
 from samebit.kernels.binding.epilogue import Epilogue
+from samebit.kernels.binding.modules import refuse_packed
 from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, installed_scoring, use_scoring
 from samebit.kernels.layout.forward_context import installed_context, training_context, use_context
@@ -115,7 +116,10 @@ def keeping_positions(own: Forward) -> Forward:
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if position_ids is None or installed_context() is not None:
+        if installed_context() is not None:
+            return own(self, *args, **kwargs)
+        if position_ids is None:
+            refuse_packed(kwargs)
             return own(self, *args, **kwargs)
         ids = args[0] if args else kwargs["input_ids"]
         layout = training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids, ids.device)

@@ -44,7 +44,10 @@ time than what computes them, 0.1 ms of a step."""
 
 _CACHES = ("past_key_values", "cache_params")
 """Names the argument of a Hugging Face cache: that of most families, and that of Mamba2."""
+_OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+"""Names arguments that tell other kernels where the sequences of a packed batch begin."""
 _GENERATE = "generate with samebit.rollout.RolloutWorker"
+_NO_WEIGHTS = "{}: a bound model never forms the attention weights"
 
 Angles = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 """Holds cosines and sines ``[positions, R]``: NumPy looks them up in half the time that torch takes."""
@@ -163,10 +166,13 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the decoder's own forward inside the layout that its arguments describe."""
     ids = args[0] if args else kwargs.get("input_ids")
     ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
+    installed = installed_context()
     _refuse_unsupported(ids, kwargs)
+    if installed is None:
+        _refuse_unread(self.config, kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
     positions = positions_of_text(positions, mask) if self.samebit.wrapped else positions
-    context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
+    context = installed or training_context(tuple(ids.shape), mask, positions, ids.device)
     if len(context.positions) != ids.numel():
         raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")
     casts = torch.is_autocast_enabled(ids.device.type)
@@ -214,7 +220,34 @@ def _refuse_unsupported(ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
             f"before them are in no Hugging Face cache, for a bound model keeps none: {_GENERATE}"
         )
     if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions=True: a bound model never forms the attention weights")
+        raise ValueError(_NO_WEIGHTS.format("output_attentions=True"))
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal=False: a bound model attends to no later token; allowed: True, or none given")
+
+
+def _refuse_unread(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise where the config asks for attentions, or a packed batch has no positions.
+
+    A caller that installs a layout says where sequences begin, and reads no attentions.
+    """
+    if kwargs.get("output_attentions") is None and config.output_attentions:
+        raise ValueError(_NO_WEIGHTS.format("output_attentions=True (of the config)"))
+    refuse_packed(kwargs)
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Raise where a packed batch comes without positions, from which a bound model reads where sequences begin.
+
+    Raises:
+        ValueError: the arguments that say it instead, by name.
+    """
+    given = [name for name in _OF_PACKED if kwargs.get(name) is not None]
+    if given and kwargs.get("position_ids") is None:
+        raise ValueError(
+            f"{', '.join(given)} without position_ids, from which alone a bound model reads where a packed sequence "
+            "begins: give position_ids, which begin at 0 at each sequence (DataCollatorWithFlattening returns them by "
+            "default)"
+        )
 
 
 def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of, is_bound
@@ -289,6 +290,33 @@ def test_a_bound_model_refuses_what_it_would_get_wrong() -> None:
     assert model(ids, use_cache=True).past_key_values is None
     with pytest.raises(ValueError, match=r"keeps no Hugging Face cache \(cache_params\): generate with"):
         bound_model("Mamba2")(ids, cache_params=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="is_causal=False: a bound model attends to no later token"):
+        model(ids, is_causal=False)
+
+
+def test_attentions_are_refused_where_the_config_asks_for_them() -> None:
+    model, ids = bind(make_model("Llama")), torch.ones(1, 4, dtype=torch.int64)
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match=r"output_attentions=True \(of the config\)"):
+        model(ids)
+    assert model(ids, output_attentions=False).attentions is None
+    assert token_logprobs(model, ids).shape == (1, 3), "which asks for none"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bamba", "Mamba2"])
+def test_a_packed_batch_needs_positions(family: str) -> None:
+    """What a collator gives other kernels instead says nothing to a bound model."""
+    model, (first, second) = bound_model(family), token_ids(5, 7)
+    options = {"return_seq_idx": True, "return_flash_attn_kwargs": True}
+    packed, bare = (
+        DataCollatorWithFlattening(return_position_ids=given, **options)([{"input_ids": first}, {"input_ids": second}])
+        for given in (True, False)
+    )
+    alone = [model(torch.tensor([ids])).logits[0] for ids in (first, second)]
+    assert torch.equal(model(**packed).logits[0], torch.cat(alone))
+    names = "cu_seq_lens_q, cu_seq_lens_k, seq_idx"
+    with pytest.raises(ValueError, match=f"{names} without position_ids.*begin at 0 at each sequence"):
+        model(**bare)
 
 
 @pytest.mark.parametrize("name", [name for name in dict.fromkeys(EVERY_FAMILY) if "," not in name])
