@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from samebit.kernels.binding import modules as bound
-from samebit.kernels.binding.bound_record import BoundModules, check_not_compiled
+from samebit.kernels.binding.bound_record import BoundModules, check_no_own_forwards, check_not_compiled
 from samebit.kernels.binding.experts.plan import check_corrections
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
@@ -94,8 +94,9 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         The model itself.
 
     Raises:
-        BindingError: a family, feature, module, dtype or device that is not exact, by name, or a bound model whose
-            modules are not those that were bound. The model is left as it was.
+        BindingError: a family, feature, module, dtype or device that is not exact, a module with a forward of its own
+            that would not run, by name, or a bound model whose modules are not those that were bound. The model is left
+            as it was.
     """
     _check_chunk(ssm_chunk)
     if is_bound(model):
@@ -115,7 +116,10 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     _check_tensors(inner)
     plan = Plan(family, _text_config(inner), inner, ssm_chunk, exact)
     bindings = [(part, plan.binding_of(name, part)) for name, part in inner.named_modules()]
+    computed = {inside for part, attached in bindings if attached is not None for inside in part.modules()}
     bindings += plan.of_model(inner, dict(bindings))
+    computed |= {part for part, attached in bindings if attached is not None}
+    _check_none_is_dropped(inner, computed - {inner, plan.wrapping})
     for part, attached in bindings:
         if attached is not None:
             bound.attach(part, *attached)
@@ -201,6 +205,11 @@ def _take_in_adapters(model: nn.Module) -> None:
         if isinstance(facts, bound.DecoderFacts):
             bound.attach(module, bound.decoder_forward, replace(facts, adapters=adapters))
     inner.__dict__["samebit"] = replace(binding, modules=BoundModules.of(inner), adapters=adapters)
+
+
+def _check_none_is_dropped(model: nn.Module, computed: set[nn.Module | None]) -> None:
+    """Check that no module whose forward will not run has one of its own; that of the whole model runs."""
+    check_no_own_forwards((name, module) for name, module in model.named_modules() if module in computed)
 
 
 def _check_chunk(given: object) -> None:

@@ -179,6 +179,22 @@ def check_not_compiled(model: nn.Module) -> None:
             )
 
 
+def check_no_own_forwards(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse instances whose forward does something else than that of their class: it would run no more.
+
+    Raises:
+        BindingError: one that does, by name.
+    """
+    for name, module in modules:
+        kind = type(module)
+        if "forward" in vars(module) and not _leads_to(vars(module)["forward"], kind.forward):
+            raise BindingError(
+                f"{name} ({_name(kind)}) has a forward of its own, which would not run: bind computes what its class "
+                "does. Take it off (del module.forward); hooks do run, and so does what replaces the forward of the "
+                "whole model"
+            )
+
+
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module._parameters.items() if tensor is not None}
 

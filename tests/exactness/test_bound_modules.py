@@ -1,6 +1,7 @@
 """A bound model whose modules are not those that were bound is refused by name; what is legal stays legal."""
 
 import copy
+import re
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -221,6 +222,49 @@ def test_a_compiled_model_is_not_bound() -> None:
     model.forward = torch.compile(model.forward)
     with pytest.raises(BindingError, match=r"the model \(LlamaForCausalLM\) is compiled"):
         bind(model)
+
+
+COMPUTED = [
+    "model",
+    "lm_head",
+    *(f"model.layers.1.{part}" for part in ("self_attn", "mlp", "mlp.act_fn", "mlp.up_proj")),
+]
+
+
+@pytest.mark.parametrize(("name", "adapted"), [*((name, False) for name in COMPUTED), ("model.layers.1", True)])
+def test_a_forward_of_a_module_s_own_is_not_dropped(name: str, adapted: bool) -> None:
+    model = make_model("Llama")
+    if adapted:
+        with_adapters(model)
+    module = model.get_submodule(name)
+    own = module.forward
+    module.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    says = rf"{re.escape(name)} \({type(module).__name__}\) has a forward of its own"
+    with pytest.raises(BindingError, match=says):
+        bind(model)
+    assert [name for name, one in model.named_modules() if "forward" in vars(one)] == [name]
+    del module.forward
+    bind(model)
+
+
+def test_a_forward_that_leaves_all_to_that_of_the_class_is_none_of_its_own() -> None:
+    model = make_model("Llama")
+    expected = token_logprobs(bind(copy.deepcopy(model)), IDS)
+    mlp, head = model.model.layers[1].mlp, model.lm_head
+    mlp.forward = torch.autocast("cpu", torch.bfloat16)(mlp.forward)
+    head.forward = head.forward
+    assert torch.equal(token_logprobs(bind(model), IDS), expected)
+
+
+def test_a_forward_of_a_layer_s_own_runs_in_trainer_and_rollout() -> None:
+    model = make_model("Llama")
+    layer, own, calls = model.model.layers[1], model.model.layers[1].forward, []
+    layer.forward = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
+    token_logprobs(bind(model), IDS)
+    assert len(calls) == 1
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        worker.generate([[1, 2, 3]], FEW)
+    assert len(calls) > 1
 
 
 def test_an_idle_dropout_that_wakes_up() -> None:
