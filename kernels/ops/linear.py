@@ -6,7 +6,8 @@ In float32 a thread's share of under four rows runs another kernel; in bfloat16,
 (AMX), the number of rows and of threads decides how the sum is cut. On the CPU gradients in bfloat16 are torch's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -98,11 +99,25 @@ def is_hooked(module: nn.Module) -> bool:
     """Return whether a hook listens to the calls of a module, or to their gradients."""
     named = module.__dict__
     return bool(
-        named["_forward_hooks"]
-        or named["_forward_pre_hooks"]
+        named["_forward_pre_hooks"]
         or named["_backward_hooks"]
         or named["_backward_pre_hooks"]
+        or (named["_forward_hooks"] and some_listen(named["_forward_hooks"]))
     )
+
+
+def some_listen(hooks: Mapping[int, Any]) -> bool:
+    """Return whether one of these hooks does something now."""
+    return any(map(_listens, hooks.values()))
+
+
+def _listens(hook: object) -> bool:
+    """Return whether a hook does something: that which transformers leaves on a module, once somebody has asked for
+    hidden states or router logits, does so only inside of a call that asks for them."""
+    home = hook.__globals__ if isinstance(hook, FunctionType) else {}
+    if home.get("__name__") != "transformers.utils.output_capturing" or "_active_collector" not in home:
+        return True
+    return bool(home["_active_collector"].get())
 
 
 def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -36,9 +36,14 @@ class Steps:
         self.model, self.adapters = model, RowAdapters.all_through(None, KeptTerms())
         self.dtype = model.get_parameter("lm_head.weight").dtype
 
-    @torch.no_grad()
     def logits(self, ids: list[int], kept: int | list[int]) -> torch.Tensor:
         """Logits of the rows that are kept, 0 for all."""
+        logits: torch.Tensor = self.outputs(ids, kept).logits
+        return logits
+
+    @torch.no_grad()
+    def outputs(self, ids: list[int], kept: int | list[int], **asked: bool) -> Any:
+        """What the model returns, more where that is asked for."""
         context = ForwardContext(
             positions=torch.arange(len(ids)), row_start=np.zeros(1, np.int32), starts=np.zeros(1, np.int32),
             lengths=np.array([len(ids)], np.int32), table_rows=np.zeros(1, np.int32),
@@ -47,8 +52,7 @@ class Steps:
         )  # fmt: skip
         rows = torch.tensor(kept, dtype=torch.int64) if isinstance(kept, list) else kept
         with use_context(context):
-            logits: torch.Tensor = self.model(input_ids=torch.tensor([ids]), logits_to_keep=rows).logits
-        return logits
+            return self.model(input_ids=torch.tensor([ids]), logits_to_keep=rows, **asked)
 
 
 def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -96,6 +100,25 @@ def test_who_listens_to_what_is_around_the_layers_hears_each_call(name: str, lay
     assert len(heard) == len(layers_of_calls)
     assert set(layers_of_calls) == {2}
     assert_same_samples(one_by_one, at_once)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_who_once_asked_for_more_leaves_later_steps_in_one_call(family: str, layers_of_calls: list[int]) -> None:
+    """transformers leaves its hooks on the modules, which do nothing in any other call."""
+    steps = Steps(bind(make_model(family)))
+    asked = {"output_hidden_states": True, **({"output_router_logits": True} if family == "Qwen3Moe" else {})}
+    collected = [name.removeprefix("output_") for name in asked]
+    expected, at_once = steps.logits(IDS, 0), [*layers_of_calls]
+    assert len(at_once) == 1
+    for _ in range(2):
+        outputs = steps.model(torch.tensor([IDS]), **asked), steps.outputs(IDS, 0, **asked)
+        for name in collected:
+            of_trainer, of_step = (output[name] for output in outputs)
+            assert len(of_trainer) == len(of_step) > 0
+            assert all(map(torch.equal, of_trainer, of_step))
+        layers_of_calls.clear()
+        assert_alike(steps.logits(IDS, 0), expected)
+        assert layers_of_calls == at_once
 
 
 @pytest.mark.parametrize("name", ["model", "model.rotary_emb", "lm_head"])

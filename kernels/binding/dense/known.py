@@ -20,6 +20,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
 from samebit.kernels.layout.lora.adapters import KeptTerms
+from samebit.kernels.ops.linear import some_listen
 from samebit.kernels.ops.rope import RotaryTables
 
 Block = tuple[BlockWeights, BlockOptions]
@@ -63,7 +64,7 @@ class KnownCall:
     """Holds what a layer's call was made of, ``found``, and what that was read from.
 
     Attributes:
-        hooks: where its modules keep the hooks of their calls: all are empty.
+        hooks: where its modules keep the hooks of their calls, of which none listens.
         holders, names, things: dictionaries of its modules, a name of each, and what was found there.
         weights, marks: the parameters that the call reads, and where and how each lies in memory.
     """
@@ -118,7 +119,7 @@ class KnownCall:
     def holds(self) -> bool:
         """Return whether all of it stands as it stood."""
         return (
-            not any(self.hooks)
+            not any(map(some_listen, filter(None, self.hooks)))
             and all(map(is_, map(dict.get, self.holders, self.names), self.things))
             and _marks(self.weights) == self.marks
             and not torch_modules._has_any_global_hook()
