@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from samebit.kernels.binding.dense.step import logits_in_one_call
 from samebit.kernels.binding.epilogue import Epilogue
-from samebit.kernels.binding.modules import refuse_packed
+from samebit.kernels.binding.modules import ids_of_call, refuse_packed
 from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, installed_scoring, use_scoring
 from samebit.kernels.layout.forward_context import installed_context, training_context, use_context
@@ -121,7 +121,7 @@ def keeping_positions(own: Forward) -> Forward:
         if position_ids is None:
             refuse_packed(kwargs)
             return own(self, *args, **kwargs)
-        ids = args[0] if args else kwargs["input_ids"]
+        ids = ids_of_call(args, kwargs)
         layout = training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids, ids.device)
         with use_context(layout):
             return own(self, *args, **kwargs)

@@ -164,8 +164,7 @@ def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) ->
 
 def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the decoder's own forward inside the layout that its arguments describe."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
+    ids = ids_of_call(args, kwargs)
     installed = installed_context()
     _refuse_unsupported(ids, kwargs)
     if installed is None:
@@ -200,6 +199,12 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.adapters is not None:  # they may have been merged meanwhile
         facts.adapters.check_unmerged()
     return out
+
+
+def ids_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a call's token ids; where it has embeddings instead, a tensor of the shape that ids would have."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
 
 
 def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str, LayoutMask]:

@@ -111,6 +111,18 @@ def test_what_predicts_nothing_scores_zero() -> None:
     assert token_logprobs(model, ids[:, :1]).shape == (1, 0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", "Bamba", "Mamba2"])
+def test_embeddings_stand_in_for_tokens(family: str) -> None:
+    model = bound_model(family)
+    ids, positions = packed(token_ids(5, 7))
+    given = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    expected = model(ids, position_ids=positions).logits
+    assert torch.equal(model(**given, position_ids=positions).logits, expected)
+    assert torch.equal(model(input_ids=None, **given, position_ids=positions).logits, expected)
+    assert torch.equal(model(**given).logits, model(ids).logits)
+
+
 def test_a_temperature_for_each_token() -> None:
     model, (sequence,) = bound_model("Llama"), token_ids(70)
     ids = torch.tensor([sequence])
