@@ -27,8 +27,8 @@ Block = tuple[BlockWeights, BlockOptions]
 """Holds what the one call of a block of experts reads."""
 
 Found = tuple[Any, Any, Block | None]
-"""Holds a layer's parameters, `LayerWeights`, what an adapter adds to its linear layers, and the experts behind it;
-None where the child apart is none, or is to be called."""
+"""Holds (parameters, adapter terms, expert block). The block is None if the layer has no routed experts, or if their
+module must be called."""
 
 _SHAPE = attrgetter("shape", "dtype")
 

@@ -71,7 +71,7 @@ class LatentLayerFacts:
 
 @dataclass(frozen=True)
 class SparseLayerFacts(LatentLayerFacts):
-    """Is that of a layer whose rows read chosen tokens."""
+    """Holds the facts of a sparse layer, whose rows attend only to the tokens that an indexer chose."""
 
     def prepared(
         self, x: torch.Tensor, found: Found, tables: RotaryTables,

@@ -24,7 +24,7 @@ from samebit.kernels.ops.experts.block import block_call
 from samebit.kernels.ops.rope import RotaryTables
 
 _Prepared = tuple[Any, LayerFacts, LayerCall, LayerCall | None]
-"""Holds a layer, its facts, its call and that of the experts behind it, if that is one."""
+"""Holds (layer, its facts, its call, the call of its expert block or None)."""
 
 _FEW_ROWS = 256
 """What prepared calls hold until the last is computed grows with the rows: which tokens are chosen."""

@@ -9,11 +9,6 @@ from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, w
 from samebit.kernels.ops.linear import is_hooked
 
 
-def only_multiplies(module: Any) -> bool:
-    """Return whether a call of this linear layer, without an adapter, is a product with its weight and nothing else."""
-    return product_of(module) is not None
-
-
 def product_of(module: Any) -> nn.Module | None:
     """Return the module whose weight a call of this linear layer, without an adapter, multiplies with; None where a
     call does more."""
