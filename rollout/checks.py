@@ -30,12 +30,11 @@ def as_bool(value: object) -> bool | None:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number that is finite, as a float32 too, as an int or a float."""
+    """Return a number that is finite, as a float32 too, as a float: torch takes no int beyond 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
-    if isinstance(value, np.generic):
-        value = int(value) if isinstance(value, np.integer) else float(value)
-    return value if -_LARGEST <= value <= _LARGEST else None
+    plain = int(value) if isinstance(value, int | np.integer) else float(value)
+    return float(plain) if -_LARGEST <= plain <= _LARGEST else None
 
 
 def shown(value: object) -> str:

@@ -101,6 +101,9 @@ def test_parameters_at_the_ends_of_float32_choose_and_leave_the_report_alone() -
         {"repetition_penalty": 1.2e-38, "temperature": 0.5},
         {"repetition_penalty": largest, "min_p": 0.1},
         {"temperature": 3e38},
+        {"temperature": 10**30},
+        {"repetition_penalty": 10**30},
+        {"logit_bias": {8: -(10**30), 9: 10**30}},
         {"top_k": 10**30},
         {"logit_bias": {7: 1e-45}},
     ]

@@ -143,10 +143,12 @@ def take(field: str, value: object) -> tuple[object, str]:
     )
 )  # fmt: skip
 def test_whatever_is_given_is_taken_or_named(value: object) -> None:
-    for field in ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "ignore_eos"):
+    kinds = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float)
+    kinds |= {"n": int, "top_k": int, "min_tokens": int, "ignore_eos": bool}
+    for field, kind in kinds.items():
         taken, refusal = take(field, value)
-        assert field in refusal or type(taken) in (int, float, bool)
-        assert refusal or isinstance(taken, int) or np.isfinite(np.float32(taken))
+        assert field in refusal or type(taken) is kind
+        assert refusal or kind is not float or np.isfinite(np.float32(taken))
 
 
 @pytest.mark.parametrize("value", [3, "", b"a", False, ["a"]])
