@@ -19,7 +19,8 @@ _LOWEST = np.float32(-np.inf)
 
 
 def _draw(threads: int, logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
-    """Choose the first token whose cumulated weight exceeds uniform * total; greedy at 0.
+    """Choose the first token whose cumulated weight exceeds uniform * total, in the first chunk whose sum does; greedy
+    at 0. What that sum was rounded up by is the chunk's likeliest token's.
 
     Greedy ties go to the lowest id. A row with NaN or with every token ruled out gives -1.
     """
@@ -76,7 +77,7 @@ def _likeliest(logits: Any, lanes: Any) -> int:
 
 @inlined_part
 def _drawn(logits: Any, temperature: Any, uniform: float, peak: Any, total: float, totals: Any) -> int:
-    vocab, chunks = len(logits), len(totals)
+    chunks = len(totals)
     if not total > 0.0:
         return -1
     target = uniform * total
@@ -85,19 +86,18 @@ def _drawn(logits: Any, temperature: Any, uniform: float, peak: Any, total: floa
     while c < chunks - 1 and passed + np.float64(totals[c]) <= target:
         passed += np.float64(totals[c])
         c += 1
-    chosen = -1
+    first = c * VOCAB_CHUNK
+    chunk = logits[first : first + VOCAB_CHUNK]
     weights = np.empty(VOCAB_CHUNK, np.float32)
-    for first in range(c * VOCAB_CHUNK, vocab, VOCAB_CHUNK):
-        chunk = logits[first : first + VOCAB_CHUNK]
-        for i in range(len(chunk)):
-            weights[i] = weight(chunk[i], temperature, peak)
-        for i in range(len(chunk)):
-            if weights[i] > _ZERO:
-                chosen = first + i
-                passed += np.float64(weights[i])
-                if passed > target:
-                    return chosen
-    return chosen
+    for i in range(len(chunk)):
+        weights[i] = weight(chunk[i], temperature, peak)
+    likeliest = 0
+    for i in range(len(chunk)):
+        passed += np.float64(weights[i])
+        if passed > target:
+            return first + i
+        likeliest = i if weights[i] > weights[likeliest] else likeliest
+    return first + likeliest
 
 
 _draw_rows = SharedKernel(_draw)

@@ -33,6 +33,15 @@ def filters(rows: Sequence[int], temperature: float, top_k: int, top_p: float, m
     return Filters(np.array(rows), temperature * each, top_k * each.astype(np.int64), top_p * each, min_p * each)
 
 
+def rounded_up(vocab: int, peak: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of two likely tokens, `peak` and the 16th behind it, with temperatures and numbers to draw by: the two weigh
+    1 + 6.5e-8, which is 1 + 1.19e-7 as a float32, and all numbers but the first lie beyond the weights."""
+    row = torch.full((vocab,), -100.0)
+    row[peak], row[peak + 16] = 0.0, -16.55
+    uniform = 1 - torch.tensor([0.1, 2.0**-25, 2.0**-26, 2.0**-40, 2.0**-53], dtype=torch.float64)
+    return row.expand(len(uniform), -1).contiguous(), torch.ones(len(uniform)), uniform
+
+
 def assert_near(actual: torch.Tensor, oracle: torch.Tensor, factor: float = 1.0) -> None:
     """Within `factor` of the dtype's rounding, relative to the largest element of the oracle."""
     assert actual.shape == oracle.shape

@@ -18,7 +18,7 @@ from samebit.kernels.ops.sampling import (
 )
 
 from . import reference
-from .helpers import THREADS, filters, threads
+from .helpers import THREADS, filters, rounded_up, threads
 
 ONES = 0xFFFFFFFF
 
@@ -128,6 +128,11 @@ def test_the_ends_of_the_distribution() -> None:
     assert draw(logits, ones, torch.zeros(4, dtype=torch.float64)).tolist() == [1, 0, -1, -1]
     assert draw(logits, ones, last).tolist() == [3, 3, -1, -1]
     assert draw(logits[:3], torch.zeros(3), last[:3]).tolist() == [1, 1, -1]
+
+
+@pytest.mark.parametrize(("vocabulary", "peak"), [(32, 0), (3000, 0), (3000, 1024), (3000, 2900)])
+def test_what_a_chunk_s_sum_was_rounded_up_by_goes_to_a_likely_token(vocabulary: int, peak: int) -> None:
+    assert draw(*rounded_up(vocabulary, peak)).tolist() == [peak] * 5
 
 
 @pytest.mark.parametrize("case", range(40))

@@ -61,27 +61,24 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
     if rows:
         peaks = part_peaks(logits)
         sums = torch.empty(rows, parts.chunks, dtype=torch.float32, device=logits.device)
-        reaches = torch.empty(rows, parts.chunks, dtype=torch.float64, device=logits.device)
         firsts = torch.empty(rows, parts.parts, dtype=torch.int32, device=logits.device)
         sizes = parts.vocab, parts.chunks, parts.parts, parts.padded
         _weigh[(rows, parts.parts)](
-            logits, temperatures, peaks, sums, reaches, firsts, *sizes, PART, VOCAB_CHUNK, num_warps=WARPS
+            logits, temperatures, peaks, sums, firsts, *sizes, PART, VOCAB_CHUNK, num_warps=WARPS
         )  # fmt: skip
         _draw[(rows,)](
-            logits, temperatures, aligned(uniform), peaks, sums, reaches, firsts, out, *sizes, VOCAB_CHUNK,
-            num_warps=WARPS,
+            logits, temperatures, aligned(uniform), peaks, sums, firsts, out, *sizes, VOCAB_CHUNK, num_warps=WARPS
         )  # fmt: skip
     return out
 
 
 @jit()
 def _weigh(
-    logits: tensor, temperatures: tensor, peaks: tensor, sums: tensor, reaches: tensor, firsts: tensor,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits: tensor, temperatures: tensor, peaks: tensor, sums: tensor, firsts: tensor, VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store each chunk's summed weights, and how far its running sums reach at a possible token, -1 without one; at
-    temperature 0 the lowest id of the part that has the largest logit of the row."""
+    """Store each chunk's summed weights; at temperature 0 the lowest id of the part that has the largest logit of the
+    row."""
     r, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = logits + r * VOCAB
     temperature = tl.load(temperatures + r)
@@ -98,19 +95,16 @@ def _weigh(
         for n in range(PART):
             chunk = part * PART + n
             weights = chunk_weights(chunk_of(row, chunk * CHUNK, VOCAB, CHUNK), temperature, peak)
-            running = tl.cumsum(weights.to(tl.float64), axis=0)
-            real = chunk < CHUNKS
-            tl.store(sums + r * CHUNKS + chunk, tl.sum(weights, axis=0), mask=real)
-            tl.store(reaches + r * CHUNKS + chunk, tl.max(tl.where(weights > 0, running, -1.0), axis=0), mask=real)
+            tl.store(sums + r * CHUNKS + chunk, tl.sum(weights, axis=0), mask=chunk < CHUNKS)
 
 
 @jit()
 def _draw(
-    logits: tensor, temperatures: tensor, uniforms: tensor, peaks: tensor, sums: tensor, reaches: tensor,
-    firsts: tensor, out: tensor, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits: tensor, temperatures: tensor, uniforms: tensor, peaks: tensor, sums: tensor, firsts: tensor, out: tensor,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Draw a token for each row; -1 for one with NaN or with every token ruled out."""
+    """Draw a token for each row; -1 for one with NaN or with every token ruled out. What a chunk's sum was rounded up
+    by is the chunk's likeliest token's."""
     r = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + r)
     highest = row_peak(peaks + r * PARTS, PARTS, PADDED)
@@ -121,28 +115,25 @@ def _draw(
             chosen = tl.min(tl.load(firsts + r * PARTS + part, mask=part < PARTS, other=VOCAB), axis=0)
         else:
             target = tl.load(uniforms + r) * row_total(sums + r * CHUNKS, CHUNKS, AHEAD)
-            chunk, passed, beyond = _chunk_beyond(sums + r * CHUNKS, reaches + r * CHUNKS, target, CHUNKS, AHEAD)
+            chunk, passed = _chunk_beyond(sums + r * CHUNKS, target, CHUNKS, AHEAD)
             token = chunk * CHUNK + tl.arange(0, CHUNK)
             values = chunk_of(logits + r * VOCAB, chunk * CHUNK, VOCAB, CHUNK)
             weights = chunk_weights(values, temperature, tl.div_rn(highest, temperature))
             cumulated = passed + tl.cumsum(weights.to(tl.float64), axis=0)
-            found = tl.min(tl.where(beyond & (weights > 0) & (cumulated > target), token, VOCAB), axis=0)
-            chosen = tl.minimum(found, tl.max(tl.where(weights > 0, token, 0), axis=0))
+            found = tl.min(tl.where((weights > 0) & (cumulated > target), token, VOCAB), axis=0)
+            likeliest = tl.min(tl.where(weights == tl.max(weights, axis=0), token, VOCAB), axis=0)
+            chosen = tl.where(found < VOCAB, found, likeliest)
     tl.store(out + r, chosen)
 
 
 @jit()
-def _chunk_beyond(sums: tensor, reaches: tensor, target: tensor, CHUNKS: tl.constexpr, AHEAD: tl.constexpr) -> Any:
-    """Return the first chunk in which the cumulated weight exceeds the target, the weight before it, and True; or the
-    last chunk with a possible token, and False."""
-    chunk, last = tl.full((), CHUNKS, tl.int32), tl.full((), 0, tl.int32)
+def _chunk_beyond(sums: tensor, target: tensor, CHUNKS: tl.constexpr, AHEAD: tl.constexpr) -> Any:
+    """Return the first chunk with whose sum the cumulated sums exceed the target, and those before it."""
+    chunk = tl.full((), 0, tl.int32)
     running, passed = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     for first in range(0, CHUNKS, AHEAD):
         for n in tl.static_range(AHEAD):
-            real = first + n < CHUNKS
-            reach = tl.load(reaches + first + n, mask=real, other=-1.0)
-            here = (chunk == CHUNKS) & (reach >= 0) & (running + reach > target)
-            chunk, passed = tl.where(here, first + n, chunk), tl.where(here, running, passed)
-            last = tl.where(reach >= 0, first + n, last)
-            running += tl.load(sums + first + n, mask=real, other=0.0).to(tl.float64)
-    return tl.where(chunk < CHUNKS, chunk, last), passed, chunk < CHUNKS
+            running += tl.load(sums + first + n, mask=first + n < CHUNKS, other=0.0).to(tl.float64)
+            is_before = (running <= target) & (first + n < CHUNKS - 1)
+            chunk, passed = tl.where(is_before, first + n + 1, chunk), tl.where(is_before, running, passed)
+    return chunk, passed

@@ -13,7 +13,7 @@ from samebit.kernels.triton.vocabulary import logprobs as gpu_logprobs
 from samebit.kernels.triton.vocabulary import sampling as gpu
 
 from .. import reference
-from ..helpers import assert_near
+from ..helpers import assert_near, rounded_up
 from .gpu import DEVICE, DTYPES, leaf
 from .launches import launches
 
@@ -79,6 +79,12 @@ def test_draws_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device, "on_gpu", lambda tensor: False)
     assert found.tolist() == sampling.draw(logits, temperatures, uniform).tolist()
     assert found[[3, 4, 8]].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize(("vocab", "peak"), [(32, 0), (3000, 0), (3000, 1024), (3000, 2900)])
+def test_what_a_chunk_s_sum_was_rounded_up_by_goes_to_a_likely_token(vocab: int, peak: int) -> None:
+    given = (part.to(DEVICE) for part in rounded_up(vocab, peak))
+    assert gpu.draw(*given).tolist() == [peak] * 5
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
