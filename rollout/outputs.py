@@ -159,8 +159,9 @@ def new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
 
 
 def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str | None:
-    if sequence.sampled.matcher is not None:
-        return sequence.sampled.matcher.text
+    matcher = sequence.sampled.matcher
+    if matcher is not None:  # of an aborted sample nobody knew that no token would follow
+        return matcher.text + matcher.held_back() if sequence.ending.reason == "abort" else matcher.text
     if tokenizer is None:
         return None
     return text_of(tokenizer, token_ids[:-1] if sequence.ending.by_token else token_ids)

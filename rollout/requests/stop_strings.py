@@ -75,8 +75,12 @@ class StopStringMatcher:
 
     def flush(self) -> None:
         """Keep whatever was held back, at the end of the sample."""
-        self.text += self._undecoded(len(self._tokens))
+        self.text += self.held_back()
         self._context = self._decoded = len(self._tokens)
+
+    def held_back(self) -> str:
+        """Return what is not in the text yet, since a later token might change it."""
+        return self._undecoded(len(self._tokens))
 
     def _certain(self) -> tuple[str, int]:
         """Return the text that no later token can change, of those that are not in the text yet, and where it ends.

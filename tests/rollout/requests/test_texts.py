@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from samebit.rollout import RolloutWorker, SamplingParams
 from samebit.rollout.requests.stop_strings import StopStringMatcher, text_of
 
+from ...patience import HANG
+from ..step_gate import StepGate
 from ..tiny_llama import byte_fallback_tokenizer, smallest
 
 TOKENIZER = byte_fallback_tokenizer()
@@ -90,6 +92,29 @@ def test_stop_strings_that_do_not_come_leave_the_text_alone() -> None:
     assert [sample.token_ids for sample in stopped] == [sample.token_ids for sample in plain]
     assert [sample.text for sample in stopped] == [sample.text for sample in plain]
     assert any("\ufffd" in sample.text for sample in plain)
+
+
+class Incomplete:
+    """Decodes each token to the first byte of three."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes([0xE4] * len(token_ids)).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_an_aborted_sample_has_the_text_of_all_its_tokens(
+    make_worker: Callable[..., tuple[Any, Any]], stop: str | None
+) -> None:
+    """Also what is held back for the rest of a character."""
+    worker, runner = make_worker(tokenizer=Incomplete())
+    runner.gate = StepGate(5)
+    handle = worker.submit([3, 1], SamplingParams(max_tokens=30, stop=stop))
+    runner.gate.wait_for_a_step()
+    handle.cancel()
+    runner.gate.release(100)
+    (sample,) = handle.result(HANG).samples
+    assert (sample.finish_reason, len(sample.token_ids)) == ("abort", 6)
+    assert sample.text == "\ufffd" * 6
 
 
 class Numbers:
