@@ -96,12 +96,13 @@ def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -
     row[seen] = torch.where(picked > 0, picked / penalty, picked * penalty)
 
 
-def penalize_counts(row: torch.Tensor, sampled: npt.NDArray[np.int64], presence: float, frequency: float) -> None:
+def penalize_counts(
+    row: torch.Tensor, ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], presence: float, frequency: float
+) -> None:
     """Take ``presence + frequency * count`` from the logits of the tokens that were sampled, in place (OpenAI's API).
 
-    ``row``: ``[V]``, ``sampled``: int64 ids of the output.
+    ``row``: ``[V]``, ``ids``: of the output, each once, ``counts``: how often each was sampled.
     """
-    ids, counts = np.unique(sampled, return_counts=True)
     values = -(np.float32(presence) + np.float32(frequency) * counts.astype(np.float32))
     parts = sent({"ids": ids, "values": values}, row.device)
     row[parts["ids"]] += parts["values"]

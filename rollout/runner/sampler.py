@@ -22,6 +22,8 @@ from samebit.kernels.ops import sampling as kernels
 from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
 from samebit.rollout.engine.step_plan import StepResult
 from samebit.rollout.requests.request import Sequence
+from samebit.rollout.runner.seen_tokens import SeenTokens, seen_by
+from samebit.rollout.sampling_params import SamplingParams
 
 TopLogprobs = list[dict[int, float] | None]
 Words = npt.NDArray[np.uint32]
@@ -86,7 +88,7 @@ class _Streams:
     """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences.
 
     greedy: a temperature is 0. scaled: one is neither 0 nor 1. processed: the rows whose logits may be. with_top: a
-    sequence asks for likely tokens.
+    sequence asks for likely tokens. seen: what is kept of those that are penalized.
     """
 
     sequences: list[Sequence]
@@ -97,6 +99,7 @@ class _Streams:
     scaled: bool
     processed: list[int]
     with_top: bool
+    seen: dict[Sequence, SeenTokens]
 
 
 class Sampler:
@@ -132,6 +135,7 @@ class Sampler:
             scaled=not {0, 1}.issuperset(temperatures),
             processed=[row for row, one in enumerate(each) if one.changes_logits or one.min_tokens],
             with_top=any(one.logprobs is not None for one in each),
+            seen=seen_by(sequences, {} if self._last is None else self._last.seen),
         )  # fmt: skip
 
     def _words(self, sequence: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -157,19 +161,18 @@ class Sampler:
         plain = self._report is logprobs_of_rows and not streams.processed
         sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if plain else None
         if sampled is None:
-            sampled = self._sample(logits, sequences, positions, inputs, report_at)
+            sampled = self._sample(logits, streams, positions, inputs, report_at)
         tokens, found = sampled
         top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
         return Draws(tokens, Arrival(found), top)
 
     def _sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], positions: Positions, inputs: DrawInputs,
-        report_at: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, logits: torch.Tensor, streams: _Streams, positions: Positions, inputs: DrawInputs, report_at: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do as `kernels.sample`, of logits that may be processed first."""
-        streams, temperatures = self._streams(sequences), inputs.temperatures
+        temperatures = inputs.temperatures
         uniform = kernels.uniforms(inputs.keys, inputs.counters)
-        processed = _processed(logits, sequences, positions, streams.processed)
+        processed = _processed(logits, streams, positions)
         chosen = kernels.draw(processed, temperatures, uniform)
         tokens = chosen.clamp(min=0)
         scores = self._report(logits, tokens, report_at)
@@ -206,20 +209,20 @@ def _top_logprobs(
     return result
 
 
-def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: Positions, rows: list[int]) -> torch.Tensor:
-    """Return ``logits`` itself when none of ``rows`` wants processing now, else a copy with those rows processed."""
+def _processed(logits: torch.Tensor, streams: _Streams, positions: Positions) -> torch.Tensor:
+    """Return ``logits`` itself when no row wants processing now, else a copy with those rows processed that do."""
     copy = None
     filtered: list[int] = []
-    for row in rows:
-        sequence = sequences[row]
+    for row in streams.processed:
+        sequence = streams.sequences[row]
         may_end = bool(positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens)
         if sequence.params.changes_logits or not may_end:
             copy = logits.clone() if copy is None else copy
-            _process(copy[row], sequence, may_end)
+            _process(copy[row], sequence, streams.seen.get(sequence), may_end)
             if sequence.params.temperature > 0 and sequence.params.filters:
                 filtered.append(row)
     if copy is not None and filtered:
-        kernels.keep_likely(copy, _filters(filtered, sequences, copy.shape[1]))
+        kernels.keep_likely(copy, _filters(filtered, streams.sequences, copy.shape[1]))
     return logits if copy is None else copy
 
 
@@ -235,7 +238,7 @@ def _filters(rows: list[int], sequences: list[Sequence], vocab: int) -> Filters:
     )
 
 
-def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
+def _process(row: torch.Tensor, sequence: Sequence, seen: SeenTokens | None, may_end: bool) -> None:
     """Apply bias, penalties and forbidden ends; the filters follow, for all rows at once: the order of vLLM.
 
     What a penalty or a bias drives beyond float32 stays at its end, so that a choice is left.
@@ -243,12 +246,16 @@ def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
     params = sequence.params
     if params.logit_bias:
         kernels.add_bias(row, params.logit_bias)
-    if params.repetition_penalty != 1.0:
-        seen = indices(np.unique(sequence.token_ids[: sequence.num_tokens]), row.device)
-        kernels.penalize_repetition(row, seen, params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        kernels.penalize_counts(row, sequence.output_ids, params.presence_penalty, params.frequency_penalty)
+    if seen is not None:
+        _penalize(row, seen.take(sequence.output_ids), params)
     if params.logit_bias or params.penalizes:
         row.clamp_(max=LARGEST_LOGIT * min(1.0, params.temperature or 1.0))
     if not may_end:
         kernels.rule_out(row, tuple(sequence.request.end_ids))
+
+
+def _penalize(row: torch.Tensor, seen: SeenTokens, params: SamplingParams) -> None:
+    if params.repetition_penalty != 1.0:
+        kernels.penalize_repetition(row, indices(seen.ids, row.device), params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        kernels.penalize_counts(row, *seen.sampled, params.presence_penalty, params.frequency_penalty)

@@ -4,9 +4,12 @@ import itertools
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
 
 from ..patience import HANG
@@ -123,6 +126,60 @@ def test_a_bias_comes_before_the_penalties_as_in_vllm() -> None:
     )
     outputs, _ = run(bound_model("Llama"), [[5, 7], [5, 6]], [asked] * 2)
     assert [output.samples[0].token_ids for output in outputs] == [[8], [7]]
+
+
+LIKED = {7: 6.0, 8: 5.5, 9: 5.0, 10: 4.5}
+
+
+def greedily(model: nn.Module, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
+    """The oracle of penalties: all tokens counted anew before each choice."""
+    tokens: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            row = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].float()
+        add_bias(row, LIKED)
+        penalize_repetition(row, torch.tensor(sorted({*prompt, *tokens})), params.repetition_penalty)
+        ids, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
+        penalize_counts(row, ids, counts, params.presence_penalty, params.frequency_penalty)
+        tokens.append(int(row.argmax()))
+    return tokens
+
+
+def test_penalties_count_the_tokens_of_each_sample_however_it_was_scheduled() -> None:
+    model = bound_model("Llama")
+    options = [
+        {"repetition_penalty": 1.4, "n": 2},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 0.4, "n": 2},
+        {"frequency_penalty": -0.3},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2, "n": 3},
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logit_bias=LIKED, **each) for each in options
+    ]
+    prompts = [[7, 5, 7, *prompt] for prompt in token_ids(3, 14, 15, 16, 30)]
+    whole, _ = run(model, prompts, params)
+    crowded, stats = run(model, prompts, params, **CHUNKED, block_size=4, num_blocks=18)
+    assert stats["preemptions"] > 0, "the pool was meant to be too small"
+    for prompt, asked, one, other in zip(prompts, params, whole, crowded, strict=True):
+        expected = greedily(model, prompt, NEW, asked)
+        assert len(set(expected)) < NEW, "no token comes twice"
+        assert tokens_of([one]) == tokens_of([other]) == [[expected] * asked.n]
+
+
+def test_a_step_counts_no_token_again_that_an_earlier_one_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is looked through once for all samples and steps."""
+    unique, looked_through = np.unique, []
+
+    def spied(ids: np.ndarray, **options: bool) -> object:
+        looked_through.append(len(ids))
+        return unique(ids, **options)
+
+    monkeypatch.setattr(np, "unique", spied)
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1}
+    params = [SamplingParams(n=n, seed=1, max_tokens=NEW, ignore_eos=True, **penalties) for n in (3, 1)]
+    run(bound_model("Llama"), PROMPTS[-2:], params)
+    assert sorted(looked_through) == sorted(map(len, PROMPTS[-2:]))
 
 
 def test_parameters_that_rule_all_tokens_out_fail_their_own_request_and_do_not_blame_the_weights() -> None:

@@ -167,13 +167,14 @@ def test_penalty_bias_and_exclusion() -> None:
     penalize_repetition(penalized, torch.tensor([3, 7, 8]), 1.5)
     assert torch.allclose(penalized.double(), reference.penalize_repetition(row, {3, 7, 8}, 1.5), rtol=1e-6)
     counted = row.clone()
-    penalize_counts(counted, np.array([3, 7, 3, 3]), 0.3, 0.7)
+    penalize_counts(counted, np.array([7, 3]), np.array([1, 3]), 0.3, 0.7)
     expected = row.double()
     expected[3] -= 0.3 + 3 * 0.7
     expected[7] -= 0.3 + 0.7
     assert torch.allclose(counted.double(), expected, rtol=1e-6)
     assert torch.equal(counted[8:], row[8:])
-    penalize_counts(counted, np.array([], np.int64), 0.3, 0.7)
+    none = np.array([], np.int64)
+    penalize_counts(counted, none, none, 0.3, 0.7)
     assert torch.allclose(counted.double(), expected, rtol=1e-6)
     biased = row.clone()
     add_bias(biased, {3: 2.5, 9: -torch.inf})
