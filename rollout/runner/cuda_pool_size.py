@@ -44,5 +44,6 @@ def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int, device: t
     context = training_context((1, num_tokens), None, None, device)
     rows = torch.arange(min(num_tokens, num_sequences), device=device)
     logits = logits_of(model, torch.zeros(num_tokens, dtype=torch.int64, device=device), rows, context)
-    log_softmax(logits, torch.ones(len(rows), dtype=torch.float32, device=device))
+    copies = logits[torch.arange(len(rows), device=device)]  # as where several samples draw from one row
+    log_softmax(copies, torch.ones(len(rows), dtype=torch.float32, device=device))
     return torch.cuda.max_memory_allocated(device) - before

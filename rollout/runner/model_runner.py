@@ -40,7 +40,7 @@ class ModelRunner:
         self.model = model
         self.vocab_size = binding_of(model).vocab_size
         self.shape = MemoryShape.of(model, config)
-        self.sampler = Sampler(config.seed, config.exact)
+        self.sampler = Sampler(config.seed, config.exact, config.max_num_seqs)
         self.notes_routes = False
         self.kept_terms = KeptTerms()
         self.memory: Memory | None = None

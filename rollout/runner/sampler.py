@@ -3,6 +3,7 @@
 Invariants
 ----------
 * Processing (penalties, biases, filters) works on a copy of a row and changes the choice only.
+* Where several samples draw from one row, there are at most `max_rows` rows of copies at a time.
 * At temperature 0 the choice is greedy and the report is at temperature 1.
 * What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (A
   repetition penalty and likely tokens are the exceptions: see `SamplingParams.can_run_ahead`.)
@@ -10,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,10 @@ class DrawInputs:
     temperatures: torch.Tensor
     keys: torch.Tensor
     counters: torch.Tensor
+
+    def part(self, at: slice) -> DrawInputs:
+        """Return what some of the draws need."""
+        return DrawInputs(self.rows[at], self.temperatures[at], self.keys[at], self.counters[at])
 
 
 NO_DRAWS = DrawInputs(
@@ -101,12 +106,20 @@ class _Streams:
     with_top: bool
     seen: dict[Sequence, SeenTokens]
 
+    def part(self, at: slice) -> _Streams:
+        """Return what some of the sequences draw from."""
+        return replace(
+            self, sequences=self.sequences[at], temperatures=self.temperatures[at], keys=self.keys[at],
+            counters=self.counters[at], processed=_to_process(self.sequences[at]),
+        )  # fmt: skip
+
 
 class Sampler:
     """Chooses the next token of each row and reports its log-probability."""
 
-    def __init__(self, seed: int, exact: bool) -> None:
+    def __init__(self, seed: int, exact: bool, max_rows: int) -> None:
         self.seed = seed
+        self.max_rows = max_rows
         self._last: _Streams | None = None
         self._report = logprobs_of_rows if exact else _torch_logprobs
 
@@ -133,7 +146,7 @@ class Sampler:
             sequences, torch.tensor(temperatures, dtype=torch.float32), torch.from_numpy(keys), counters,
             greedy=0 in temperatures,
             scaled=not {0, 1}.issuperset(temperatures),
-            processed=[row for row, one in enumerate(each) if one.changes_logits or one.min_tokens],
+            processed=_to_process(sequences),
             with_top=any(one.logprobs is not None for one in each),
             seen=seen_by(sequences, {} if self._last is None else self._last.seen),
         )  # fmt: skip
@@ -155,16 +168,33 @@ class Sampler:
             sequences: the R sequences, and the positions that their tokens go to.
             inputs: theirs, on the device of the logits.
         """
-        logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
-        streams, temperatures = self._streams(sequences), inputs.temperatures
+        streams = self._streams(sequences)
+        if len(logits) == len(sequences):
+            tokens, found, top = self._drawn(logits.contiguous(), streams, positions, inputs)
+            return Draws(tokens, Arrival(found), top)
+        parts = [
+            self._drawn(logits[inputs.rows[at]], streams.part(at), positions[at], inputs.part(at))
+            for at in (slice(first, first + self.max_rows) for first in range(0, len(sequences), self.max_rows))
+        ]
+        return Draws(
+            torch.cat([tokens for tokens, _, _ in parts]),
+            Arrival(torch.cat([found for _, found, _ in parts], dim=1)),
+            [row for _, _, top in parts for row in top or ()] if streams.with_top else None,
+        )
+
+    def _drawn(
+        self, logits: torch.Tensor, streams: _Streams, positions: Positions, inputs: DrawInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, TopLogprobs | None]:
+        """Draw one token for each of the rows ``[R, V]``; return what `Draws` holds."""
+        temperatures = inputs.temperatures
         report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
         plain = self._report is logprobs_of_rows and not streams.processed
         sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if plain else None
         if sampled is None:
             sampled = self._sample(logits, streams, positions, inputs, report_at)
         tokens, found = sampled
-        top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
-        return Draws(tokens, Arrival(found), top)
+        top = _top_logprobs(logits, tokens, report_at, streams.sequences) if streams.with_top else None
+        return tokens, found, top
 
     def _sample(
         self, logits: torch.Tensor, streams: _Streams, positions: Positions, inputs: DrawInputs, report_at: torch.Tensor
@@ -178,6 +208,11 @@ class Sampler:
         scores = self._report(logits, tokens, report_at)
         at_one = self._report(logits, tokens, torch.ones_like(report_at)) if streams.scaled else scores
         return tokens, torch.stack([chosen.double(), scores.double(), at_one.double()])
+
+
+def _to_process(sequences: list[Sequence]) -> list[int]:
+    """Return the rows whose logits may be processed."""
+    return [row for row, one in enumerate(sequences) if one.params.changes_logits or one.params.min_tokens]
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

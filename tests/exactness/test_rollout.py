@@ -1,6 +1,7 @@
 """The promise: what the worker reports is what the trainer computes, for every family, however it was scheduled."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.ops import sampling
 from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
 
@@ -180,6 +182,34 @@ def test_a_step_counts_no_token_again_that_an_earlier_one_has_counted(monkeypatc
     params = [SamplingParams(n=n, seed=1, max_tokens=NEW, ignore_eos=True, **penalties) for n in (3, 1)]
     run(bound_model("Llama"), PROMPTS[-2:], params)
     assert sorted(looked_through) == sorted(map(len, PROMPTS[-2:]))
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.7, "top_k": 50, "repetition_penalty": 1.2, "logprobs": 2}])
+def test_the_many_samples_of_a_prompt_are_drawn_a_few_at_a_time(
+    asked: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first tokens come of one step: no more logits are copied for it than a step of decodes has."""
+    rows: list[int] = []
+
+    def spied(kernel: Callable[..., object]) -> Callable[..., object]:
+        def call(logits: torch.Tensor, *rest: object) -> object:
+            rows.append(len(logits))
+            return kernel(logits, *rest)
+
+        return call
+
+    for name in ("sample", "draw"):
+        monkeypatch.setattr(sampling, name, spied(getattr(sampling, name)))
+    options = {"seed": 1, "max_tokens": 1, "ignore_eos": True}
+    params = [SamplingParams(n=600, **options), SamplingParams(n=100, **options, **asked)]
+    at_once, _ = run(bound_model("Llama"), PROMPTS[-2:], params, max_num_seqs=700)
+    assert max(rows) == 700, "the samples were not drawn in one step"
+    rows.clear()
+    few, stats = run(bound_model("Llama"), PROMPTS[-2:], params, max_num_seqs=7)
+    assert stats["steps"] == 1
+    assert max(rows) == 7
+    assert_same_samples(few, at_once)
+    assert [s.top_logprobs for out in few for s in out.samples] == [s.top_logprobs for o in at_once for s in o.samples]
 
 
 def test_parameters_that_rule_all_tokens_out_fail_their_own_request_and_do_not_blame_the_weights() -> None:
