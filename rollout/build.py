@@ -171,7 +171,8 @@ def _bytes_left(runner: ModelRunner, config: RolloutConfig) -> int:
 
 
 def _adapters(module: nn.Module, folder: Path | None) -> AdapterRegistry:
-    """Return the adapters of a bound module, with that of a folder as what requests go through that name none."""
+    """Return the module's adapter registry. If the model was loaded from an adapter folder, that adapter is the default
+    for requests that name none."""
     registry = AdapterRegistry(module)
     if folder is not None:
         loaded, _ = read_adapter(FIRST, folder, AdapterOptions(), module, registry)

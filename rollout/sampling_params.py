@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-* An instance that exists is valid on its own; what depends on the model (vocabulary, length, tokenizer)
-  is checked at submission (`validate.py`).
+* An instance that exists is valid on its own; what depends on the model (vocabulary, length, tokenizer) is checked at
+  submission, by `requests.limits.RequestLimits`.
 * Its numbers are plain Python ones, whatever NumPy scalars it was given, and finite as the float32 that the sampler
   computes in.
 * Penalties, biases, masks and top-k/p change which token is chosen, never the log-probability that is

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 class RolloutWorker(Closing):
     """Generates from a model folder, or from the trainer's own module without a second copy of it.
 
-    The log-probability it reports for each sampled token is bit for bit the one that
-    `samebit.kernels.binding.trainer.training` computes on the same weights.
+    The log-probability it reports for each sampled token is bit for bit the one that `samebit.kernels.token_logprobs`
+    computes on the same weights.
     """
 
     def __init__(

@@ -41,14 +41,17 @@ class HeldPrompt:
 class CacheEntry:
     """Holds what the cache remembers of one sequence; nothing else writes it.
 
-    chain: what its blocks are called. match: the blocks in the tree that a waiting sequence begins with.
-    num_published: leading blocks that are in the tree. num_passed: leading blocks that are behind what it computes;
-    fewer than published while it computes cached ones again for their states. epoch: that of the oldest live KV,
-    `NEVER` for a sequence that must not publish.
-    prompt: what the samples of its request share, once it was computed. waits_for: the same, for a sample that has not
-    begun. rebuilds_prompt: it computes that prompt again, and will hold it for those that have not begun.
-    checkpoints_due: positions of which a checkpoint will be taken when they are computed. counted_waiting: its blocks
-    that are counted among those of sequences that wait.
+    chain: the names of its blocks.
+    match: the blocks of the tree that it begins with, while it waits.
+    num_published: how many of its leading blocks are in the tree.
+    num_passed: how many of its leading blocks lie before what it computes next. There are fewer of them than published
+        ones while it computes cached blocks again, for their states.
+    epoch: the epoch of its oldest live KV; `NEVER` if it must not publish.
+    prompt: the prompt that the samples of its request share; None before that was computed.
+    waits_for: the same prompt, while this sample has not begun.
+    rebuilds_prompt: whether it computes that prompt again, to hold it for the samples that have not begun.
+    checkpoints_due: the positions at which a checkpoint is taken when they are computed.
+    counted_waiting: the names of its blocks that are counted as wanted by waiting sequences.
     """
 
     sequence: Sequence

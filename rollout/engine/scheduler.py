@@ -271,8 +271,8 @@ class Scheduler:
 
 
 def _one_token(item: ScheduledSequence) -> bool:
-    """Tell whether it is a decode whose next one can be drawn before the host has read this one. (The last known token
-    but one of a preempted sequence may come alone too; nothing is drawn from it.)"""
+    """Tell whether the item computes one token and samples, for itself alone, so that its next token may be launched
+    before the host reads this one. (A preempted sequence may compute a single token without sampling: not that.)"""
     return item.samples and item.length == 1 and not item.forks and item.sequence.params.can_run_ahead
 
 

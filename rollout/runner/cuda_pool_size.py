@@ -32,7 +32,8 @@ def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequence
 
 
 def left_for_pages(total: int, free: int, share: float, reserved: int) -> int:
-    """Return the bytes of ``total``, of which ``free`` are, up to ``share`` of it, less ``reserved``; not below 0."""
+    """Return how many bytes the KV pool may take: ``share * total``, less what is in use (``total - free``) and
+    ``reserved``; at least 0."""
     return max(0, int(share * total) - (total - free) - reserved)
 
 
