@@ -85,10 +85,9 @@ class FleetAdapters:
             if version <= current:
                 raise AdapterError(f"version must be above the adapter's current {current}, got {version}")
             number = next(self._numbers)
-            config = before.config if before is not None and asked.config is None else asked.config
             wanted = WantedAdapter(
-                f"{name}{_MARK}{number - _FIRST_NUMBER}", str(source), version, number, config, asked.autocast,
-                revision=asked.revision,
+                f"{name}{_MARK}{number - _FIRST_NUMBER}", str(source), version, number, asked.config,
+                asked.autocast, revision=asked.revision,
             )  # fmt: skip
             report = self._read_everywhere(wanted)
             with self.sending:

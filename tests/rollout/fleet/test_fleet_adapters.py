@@ -35,8 +35,12 @@ def drawn(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]]:
     return [(sample.token_ids, sample.logprobs) for output in outputs for sample in output.samples]
 
 
-def save_adapter(folder: Path, seed: int) -> Path:
-    model = get_peft_model(tiny(0), LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+def lora(alpha: int = 6) -> LoraConfig:
+    return LoraConfig(r=3, lora_alpha=alpha, target_modules=["q_proj", "down_proj"])
+
+
+def save_adapter(folder: Path, seed: int, alpha: int = 6) -> Path:
+    model = get_peft_model(tiny(0), lora(alpha))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -108,6 +112,20 @@ def test_requests_of_any_replica_have_the_bits_of_one_worker(local: ModelFleet, 
     assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
     with pytest.raises(RequestError, match="adapter='a' is not known; there are __base__"):
         fleet.submit(PROMPTS[0], asked("a"))
+
+
+def test_a_new_versions_folder_says_its_own_scale(local: ModelFleet, tmp_path: Path) -> None:
+    """Whatever config= the version before was given: as on one worker."""
+    folders = save_adapter(tmp_path / "a", seed=1), save_adapter(tmp_path / "b", seed=1, alpha=60)
+    with RolloutWorker(tiny(0), config=CONFIG) as worker:
+        for rollout in (worker, local.fleet):
+            rollout.load_adapter("a", folders[0], config=lora())
+        first = drawn(worker.generate(PROMPTS, asked("a")))
+        for rollout in (worker, local.fleet):
+            rollout.load_adapter("a", folders[1])
+        expected = drawn(worker.generate(PROMPTS, asked("a")))
+    assert expected != first
+    assert drawn(local.fleet.generate(PROMPTS, asked("a"))) == expected
 
 
 def test_what_one_replica_refuses_none_has(local: ModelFleet, tmp_path: Path) -> None:
