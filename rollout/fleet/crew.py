@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,7 +156,7 @@ class Crew:
 
     def command(self, name: str, *args: Any, **options: Any) -> list[Any]:
         """Call a method of all living replicas at once, and wait. Raises the first error of one that lives."""
-        return self.background.wait(self._command_all(name, args, options))
+        return self.background.wait(self.command_all(name, *args, **options))
 
     def close(self) -> None:
         """End all replicas and the loop."""
@@ -204,6 +204,23 @@ class Crew:
         await self.refresh(member)
         return answer
 
+    async def command_all(self, name: str, *args: Any, **options: Any) -> list[Any]:
+        """Do as `command`. All have answered when it returns or raises."""
+
+        async def one(member: Member) -> Any:
+            life = member.incarnation
+            try:
+                return await self.call(member, name, *args, **options)
+            except WorkerLostError as error:
+                await self.lose(member, life, error)
+                return error
+
+        answers = await asyncio.gather(*(one(member) for member in self.living()), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, WorkerLostError)]
+
     async def refresh(self, member: Member) -> None:
         """Bring up to date what is known of a replica. Raises `WorkerLostError` if it has died, or is broken."""
         self._take(member, await member.port.command("state"))
@@ -223,21 +240,6 @@ class Crew:
         for port in ports.values():
             self.background.wait(port.stop())
         raise errors[0]
-
-    async def _command_all(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
-        async def one(member: Member) -> Any:
-            life = member.incarnation
-            try:
-                return await self.call(member, name, *args, **options)
-            except WorkerLostError as error:
-                await self.lose(member, life, error)
-                return error
-
-        answers = await asyncio.gather(*(one(member) for member in self.living()), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, WorkerLostError)]
 
     async def _listen_to(self, member: Member) -> None:
         """Learn what a replica has cached, and listen from then on."""
@@ -352,6 +354,16 @@ class Crew:
             task.cancel()
         await asyncio.gather(*doing, return_exceptions=True)
         await asyncio.gather(*(member.port.stop() for member in self.members.values()), return_exceptions=True)
+
+
+@asynccontextmanager
+async def in_turn(lock: threading.Lock) -> AsyncIterator[None]:
+    """Hold a lock of other threads, without holding up the loop until it is free."""
+    await asyncio.get_running_loop().run_in_executor(None, lock.acquire)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _fate(member: Member) -> str:

@@ -5,6 +5,7 @@ Invariants
 * What a request samples does not depend on where it runs: one that brings no seed gets one of its own here, from the
   seed of the config and its number.
 * A command reaches all replicas that live; those that come later are brought to the same state.
+* A pause or a sleep that a replica refuses, or whose caller is interrupted, is none: replicas that have begun it go on.
 * What is wrong with a request raises here, before it is sent anywhere.
 """
 
@@ -26,12 +27,13 @@ from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
 from samebit.rollout.fleet.carrier import Carrier
-from samebit.rollout.fleet.crew import Crew
+from samebit.rollout.fleet.crew import Crew, Wanted, in_turn
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import ReplicaPort
 from samebit.rollout.fleet.router import Prompt
 from samebit.rollout.fleet.weights import FleetWeights
+from samebit.rollout.guard import contained
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.block_digests import ChainHasher
@@ -208,41 +210,31 @@ class Fleet(Closing):
     # -- memory and control ------------------------------------------------------------------------
 
     def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
-        """Release memory on all replicas, as `RolloutWorker.sleep`."""
+        """Release memory on all replicas, as `RolloutWorker.sleep`; where one refuses, none does."""
         named = check_sleep(tags, level, shared=False)
+        levels = {tag: level if tag == "weights" else 1 for tag in named}  # a cache has nothing to keep a copy of
         with self._turn:
-            before = self._crew.wanted.asleep
-            levels = {tag: level if tag == "weights" else 1 for tag in named}  # a cache has nothing to keep a copy of
-            self._crew.wanted.asleep = {**before, **levels}
-            try:
-                self._crew.command("sleep", tuple(named), level)
-            except BaseException:
-                self._crew.wanted.asleep = before
-                raise
+            wanted = self._crew.wanted
+            self._change(replace(wanted, asleep={**wanted.asleep, **levels}), "sleep", tuple(named), level)
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         """Take the memory again on all replicas."""
         named = check_tags(TAGS if tags is None else tags)
         with self._turn:
-            for tag in named:
-                self._crew.wanted.asleep.pop(tag, None)
+            asleep = {tag: level for tag, level in self._crew.wanted.asleep.items() if tag not in named}
+            self._crew.wanted = replace(self._crew.wanted, asleep=asleep)
             self._crew.command("wake_up", tuple(named))
         self._weights.mend()
 
     def pause(self, mode: str = "keep") -> None:
-        """Stand still until `resume()`, on all replicas, as `RolloutWorker.pause`."""
+        """Stand still until `resume()`, on all replicas, as `RolloutWorker.pause`; where one refuses, none does."""
         check_pause_mode(mode)
         with self._turn:
-            before, self._crew.wanted.paused = self._crew.wanted.paused, True  # also for who starts while others wait
-            try:
-                self._crew.command("pause", mode)
-            except BaseException:
-                self._crew.wanted.paused = before
-                raise
+            self._change(replace(self._crew.wanted, paused=True), "pause", mode)
 
     def resume(self) -> None:
         with self._turn:
-            self._crew.wanted.paused = False
+            self._crew.wanted = replace(self._crew.wanted, paused=False)
             self._crew.command("resume")
 
     @property
@@ -321,6 +313,36 @@ class Fleet(Closing):
         self._crew.close()
 
     # -- parts -------------------------------------------------------------------------------------
+
+    def _change(self, wanted: Wanted, name: str, *args: Any) -> None:
+        """Bring all replicas to another state by a command, or to the one before. In the caller's turn."""
+        before, self._crew.wanted = self._crew.wanted, wanted  # first: also for who starts while others wait
+        try:
+            self._crew.background.wait(self._change_all(before, wanted, name, args))
+        except BaseException:
+            self._crew.wanted = before
+            raise
+
+    async def _change_all(self, before: Wanted, wanted: Wanted, name: str, args: tuple[Any, ...]) -> None:
+        try:
+            await self._crew.command_all(name, *args)
+        except Exception:
+            if self._crew.wanted is wanted:
+                self._crew.wanted = before
+                await self._go_on()
+                raise
+        if self._crew.wanted is not wanted:  # the caller was interrupted, and its turn is over
+            async with in_turn(self._turn):
+                await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Let the replicas go on that stand still or sleep where the fleet does not."""
+        awake = tuple(tag for tag in TAGS if tag not in self._crew.wanted.asleep)
+        with contained("going back to the state before a command"):
+            if not self._crew.wanted.paused:
+                await self._crew.command_all("resume")
+            if awake:
+                await self._crew.command_all("wake_up", awake)
 
     def _checked(self, prompt: object, params: SamplingParams) -> _Checked:
         ids = self.limits.check_prompt(prompt)

@@ -23,7 +23,7 @@ from torch import nn
 
 from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import BEHIND, Crew, Member
+from samebit.rollout.fleet.crew import BEHIND, Crew, Member, in_turn
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -73,11 +73,8 @@ class FleetWeights:
         Raises:
             WorkerLostError: the replica has died meanwhile.
         """
-        await self._crew.background.loop.run_in_executor(None, self._turn.acquire)
-        try:
+        async with in_turn(self._turn):
             await self._catch_up(member)
-        finally:
-            self._turn.release()
 
     # -- parts -------------------------------------------------------------------------------------
 

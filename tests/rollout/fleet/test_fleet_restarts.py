@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 
@@ -74,6 +77,38 @@ def test_a_replica_that_can_not_be_brought_to_the_state_of_the_fleet_is_stopped(
         for port in ports:
             with pytest.raises(WorkerStateError, match="the worker is closed"):
                 port.side.rollout.check_usable()
+
+
+def refuse(port: LocalPort, command: str) -> None:
+    async def refused(*_: object) -> None:
+        raise RuntimeError("not now")
+
+    setattr(port.side, command, refused)
+
+
+def interrupted(call: Callable[[], None], once: Callable[[], bool]) -> None:
+    """Interrupt a call, as Ctrl-C does, once something has happened."""
+    returned = threading.Event()
+
+    def interrupt() -> None:
+        try:
+            wait_until(lambda: returned.is_set() or once())
+        finally:
+            if not returned.is_set():  # whatever happened here: nothing else ends that wait
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    try:
+        with ThreadPoolExecutor(1) as other:
+            interrupting = other.submit(interrupt)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+            finally:
+                returned.set()
+            interrupting.result(HANG)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def break_worker(port: LocalPort) -> None:
@@ -214,3 +249,83 @@ def test_a_pause_that_fails_is_none() -> None:
         with pytest.raises(RuntimeError, match="not now"):
             local.fleet.pause()
         assert not local.fleet.paused
+
+
+def test_a_pause_that_one_replica_refuses_is_none() -> None:
+    """It sleeps over a request that has begun, and can not finish it; the other has paused meanwhile."""
+    with LocalFleet(replicas=2, prepare=gated) as local, ThreadPoolExecutor(1) as other:
+        fleet, handle = local.fleet, local.fleet.submit([1] * 9, PARAMS)
+        gate = local.ports[local.busy()[0]].runner.gate
+        gate.wait_for_a_step()
+        sleeping = other.submit(fleet.sleep, "kv_cache")
+        wait_until(lambda: all("sleep" in port.commands for port in local.ports.values()))
+        gate.release()
+        sleeping.result(HANG)
+        with pytest.raises(WorkerStateError, match=r"waiting for requests .* needs a worker that generates"):
+            fleet.pause("wait")
+        assert not fleet.paused
+        assert not any(port.side.rollout.paused for port in local.ports.values())
+        assert all(port.side.rollout.sleeping == ("kv_cache",) for port in local.ports.values())
+        fleet.wake_up()
+        for port in local.ports.values():
+            port.runner.gate.release(1000)
+        assert handle.result(HANG)
+        assert len(fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_a_pause_of_a_paused_fleet_that_is_refused_leaves_it_paused() -> None:
+    with LocalFleet(replicas=2) as local:
+        local.fleet.pause()
+        refuse(local.ports["0"], "pause")
+        with pytest.raises(RuntimeError, match="not now"):
+            local.fleet.pause("abort")
+        assert local.fleet.paused
+        assert all(port.side.rollout.paused for port in local.ports.values())
+
+
+def test_a_sleep_that_one_replica_refuses_is_none() -> None:
+    """What slept before sleeps on."""
+    with LocalFleet(replicas=2) as local:
+        local.fleet.sleep("kv_cache")
+        refuse(local.ports["0"], "sleep")
+        with pytest.raises(RuntimeError, match="not now"):
+            local.fleet.sleep()
+        assert (
+            {port.side.rollout.sleeping for port in local.ports.values()} == {local.fleet.sleeping} == {("kv_cache",)}
+        )
+        local.fleet.wake_up()
+        assert len(local.fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_an_interrupted_pause_is_none_once_the_replicas_are_done_with_it() -> None:
+    """Its caller does not wait for the requests that it waited for."""
+    with LocalFleet(replicas=2, prepare=gated) as local:
+        fleet, ports = local.fleet, list(local.ports.values())
+        handles = [fleet.submit([number] * 9, PARAMS) for number in range(2)]
+        for port in ports:
+            port.runner.gate.wait_for_a_step()
+        interrupted(lambda: fleet.pause("wait"), once=lambda: all("pause" in port.commands for port in ports))
+        assert not fleet.paused
+        assert not any(handle.done for handle in handles)
+        for port in ports:
+            port.runner.gate.release(1000)
+        assert all(handle.result(HANG) for handle in handles)
+        wait_until(lambda: all("resume" in port.commands and not port.side.rollout.paused for port in ports))
+        assert len(fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_a_pause_after_an_interrupted_one_stays() -> None:
+    with LocalFleet(replicas=2, prepare=gated) as local:
+        fleet, ports = local.fleet, list(local.ports.values())
+        handles = [fleet.submit([number] * 9, PARAMS) for number in range(2)]
+        for port in ports:
+            port.runner.gate.wait_for_a_step()
+        interrupted(lambda: fleet.pause("wait"), once=lambda: all("pause" in port.commands for port in ports))
+        for port in ports:
+            port.runner.gate.release(1000)
+        fleet.pause()
+        wait_until(lambda: all("wake_up" in port.commands for port in ports))  # it has been undone
+        assert fleet.paused
+        assert all(port.side.rollout.paused for port in ports)
+        fleet.resume()
+        assert all(handle.result(HANG) for handle in handles)
