@@ -343,7 +343,7 @@ class Crew:
         """
         there = set(await member.port.command("adapters"))
         for one in list(self.wanted.adapters.values()):
-            if one.inner not in there:
+            if one.inner not in there and one.inner in self.wanted.adapters:  # it may have been forgotten meanwhile
                 report = await member.port.command("load_adapter", one.inner, one.folder, **one.options())
                 if one.digest not in (None, report.digest):
                     raise AdapterError(f"{one.folder} holds another adapter than the one that the fleet has read there")

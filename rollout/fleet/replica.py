@@ -14,6 +14,7 @@ import asyncio
 import os
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.control.delivery import RequestHandle, TokenReader
@@ -23,7 +24,12 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
-from samebit.weight_sync import BroadcastSender, WeightStream, gloo_group, listening_store
+from samebit.weight_sync import BroadcastSender, SyncReport, WeightStream, gloo_group, listening_store
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from samebit.rollout.adapters.loading import AdapterKeywords
 
 HEARTBEAT = 1.0
 CALM = 0.05
@@ -50,6 +56,7 @@ class ReplicaSide(AsyncWorker):
         self._handles: dict[str, RequestHandle] = {}
         self._readers: dict[str, tuple[int, TokenReader]] = {}
         self._something = asyncio.Event()
+        self._reading: dict[str, asyncio.Future[SyncReport]] = {}
         self._offered: Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._journal = await self.in_thread(lambda: worker.open_cache_journal(incarnation))
@@ -108,8 +115,18 @@ class ReplicaSide(AsyncWorker):
             tuple(worker.sleeping),
         )  # fmt: skip
 
+    async def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
+        """Read an adapter of the fleet, once: what loads it and what brings this replica up may both ask."""
+        reading = self._reading.get(name)
+        if reading is None:
+            reading = self._reading[name] = asyncio.ensure_future(super().load_adapter(name, source, **options))
+        return await asyncio.shield(reading)
+
     async def forget_adapter(self, name: str, in_flight: str) -> None:
-        """Drop an adapter, if it is there: a load of the fleet may have failed here."""
+        """Drop an adapter, if it is there: a load of the fleet may have failed here, or not be over yet."""
+        reading = self._reading.pop(name, None)
+        if reading is not None:
+            await asyncio.wait((reading,))
         if name in self.rollout.adapters:
             await self.drop_adapter(name, in_flight=in_flight)
 

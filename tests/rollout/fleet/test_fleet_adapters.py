@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,11 +59,14 @@ class ModelFleet:
         self.ports: dict[str, LocalPort] = {}
         self._model = tiny(0)
         self.refuses: str | None = None
+        self.prepare: Callable[[LocalPort], None] | None = None
         self.fleet = Fleet(self._start, 2, config=CONFIG, options=FleetOptions(max_restarts=1))
 
     def _start(self, name: str, config: RolloutConfig) -> LocalPort:
         worker = RolloutWorker(copy.deepcopy(self._model), config=config)
         port = RefusingPort(ReplicaSide(Sources(), worker), lambda: self.refuses == name)
+        if self.prepare is not None:
+            self.prepare(port)
         self.ports[name] = port
         return port
 
@@ -159,6 +164,62 @@ def test_a_replica_that_is_started_again_has_the_adapters(local: ModelFleet, tmp
     local.kill("1")
     wait_until(lambda: fleet.stats()["replica_restarts"] == 2 and fleet.replicas["1"])
     assert drawn(fleet.generate(PROMPTS, asked("a"))) == before
+
+
+def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: ModelFleet, tmp_path: Path) -> None:
+    """It is asked to by the load, as all are, and by what brings it to the state of the fleet."""
+    asked_for = threading.Event()
+
+    def let_both_ask(port: LocalPort) -> None:
+        adapters, load = port.side.adapters, port.side.rollout.load_adapter
+
+        async def adapters_as_the_load_begins() -> list[str]:
+            names = await adapters()
+            asked_for.set()
+            await asyncio.to_thread(wait_until, lambda: "load_adapter" in port.commands)
+            return names
+
+        def load_once_both_ask(name: str, source: object, **options: Any) -> object:
+            wait_until(lambda: port.commands.count("load_adapter") == 2)
+            return load(name, source, **options)
+
+        port.side.adapters, port.side.rollout.load_adapter = adapters_as_the_load_begins, load_once_both_ask
+
+    fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
+    local.prepare = let_both_ask
+    local.kill("0")
+    assert asked_for.wait(HANG)
+    assert fleet.load_adapter("a", folder).version == 1
+    wait_until(lambda: not fleet._crew.members["0"].starting)
+    assert fleet.replicas["0"]
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__", "a#0"]] * 2
+    fleet.drop_adapter("a")
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
+
+
+def test_an_adapter_that_is_dropped_while_a_replica_reads_it_again_is_dropped_there(
+    local: ModelFleet, tmp_path: Path
+) -> None:
+    reading = threading.Event()
+
+    def read_slowly(port: LocalPort) -> None:
+        load = port.side.rollout.load_adapter
+
+        def load_once_it_is_forgotten(name: str, source: object, **options: Any) -> object:
+            reading.set()
+            wait_until(lambda: "forget_adapter" in port.commands)
+            return load(name, source, **options)
+
+        port.side.rollout.load_adapter = load_once_it_is_forgotten
+
+    local.fleet.load_adapter("a", save_adapter(tmp_path / "a", seed=1))
+    local.prepare = read_slowly
+    local.kill("0")
+    assert reading.wait(HANG)
+    local.fleet.drop_adapter("a")
+    wait_until(lambda: not local.fleet._crew.members["0"].starting)
+    assert local.fleet.replicas["0"]
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
 
 
 def test_a_folder_that_has_changed_is_not_read_again(local: ModelFleet, tmp_path: Path) -> None:
