@@ -21,7 +21,7 @@ from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
-from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
+from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER, AdapterRegistry
 from samebit.rollout.cache import Cache, build_cache
 from samebit.rollout.checks import shown
 from samebit.rollout.config import RolloutConfig
@@ -175,7 +175,7 @@ def _adapters(module: nn.Module, folder: Path | None) -> AdapterRegistry:
     for requests that name none."""
     registry = AdapterRegistry(module)
     if folder is not None:
-        loaded, _ = read_adapter(FIRST, folder, AdapterOptions(), module, registry)
+        loaded, _ = read_adapter(FIRST, folder, AdapterOptions(number=FIRST_NUMBER), module, registry)
         registry.put(loaded)
         registry.choose(FIRST)
     return registry

@@ -23,6 +23,9 @@ from samebit.rollout.errors import AdapterError, RequestError
 FIRST = "default"
 """Names the adapter of the folder that a worker was built from, as peft does."""
 
+FIRST_NUMBER = (1 << 63) - 1
+"""Stands for that adapter in the names of cached blocks, in every process; no process draws it for another."""
+
 
 @dataclass(frozen=True, eq=False)
 class Loaded:

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight
+from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER
 from samebit.rollout.errors import AdapterError, NoReplicaError, RequestError
 from samebit.rollout.fleet.crew import Crew, WantedAdapter
 from samebit.rollout.outputs import RequestOutput
@@ -27,8 +28,15 @@ if TYPE_CHECKING:
     from samebit.rollout.adapters.loading import AdapterKeywords
 
 _MARK = "#"
-_FIRST_NUMBER = 1 << 64
-"""Numbers that no process draws for an adapter of its own."""
+_FIRST_LOADED = 1 << 64
+"""Begins the numbers of a fleet's adapters, which no process draws for one of its own."""
+
+
+class InnerAdapter(NamedTuple):
+    """Says what a request's adapter is at the replicas: its name there, and its number in the digests of its blocks."""
+
+    name: str | None
+    number: int
 
 
 class FleetAdapters:
@@ -41,24 +49,25 @@ class FleetAdapters:
         self._own = tuple(own)
         self._known: dict[str, WantedAdapter] = {}
         self._turn = threading.Lock()
-        self._numbers = itertools.count(_FIRST_NUMBER)
+        self._numbers = itertools.count(_FIRST_LOADED)
 
     def names(self) -> list[str]:
         """Return the names that a request may give."""
         return [*self._own, *self._known]
 
-    def resolve(self, name: str | None) -> WantedAdapter | None:
-        """Return the adapter that a request names; None for what each replica has from its model's folder.
+    def resolve(self, name: str | None) -> InnerAdapter:
+        """Return the adapter that a request names.
 
         Raises:
             RequestError: there is no such adapter.
         """
         if name is None or name in self._own:
-            return None
+            of_folder = name in (None, FIRST) and FIRST in self._own
+            return InnerAdapter(name, FIRST_NUMBER if of_folder else 0)
         found = self._known.get(name)
         if found is None:
             raise RequestError(f"adapter={name!r} is not known; there are {', '.join(self.names())}")
-        return found
+        return InnerAdapter(found.inner, found.number)
 
     def load(self, name: str, source: object, options: AdapterKeywords) -> SyncReport:
         """Let all replicas read an adapter from a folder or the hub, and requests from now on find it under this name.
@@ -86,7 +95,7 @@ class FleetAdapters:
                 raise AdapterError(f"version must be above the adapter's current {current}, got {version}")
             number = next(self._numbers)
             wanted = WantedAdapter(
-                f"{name}{_MARK}{number - _FIRST_NUMBER}", str(source), version, number, asked.config,
+                f"{name}{_MARK}{number - _FIRST_LOADED}", str(source), version, number, asked.config,
                 asked.autocast, revision=asked.revision,
             )  # fmt: skip
             report = self._read_everywhere(wanted)

@@ -372,10 +372,10 @@ class Fleet(Closing):
         seed = _seed(self.config.seed, number) if params.seed is None else params.seed
         with self._adapters.sending:
             adapter = self._adapters.resolve(params.adapter)
-            params = params.placed(seed, params.adapter if adapter is None else adapter.inner)
+            params = params.placed(seed, adapter.name)
             asked = Prompt((), len(ids), params.n, None, session)
             if self._hasher is not None:
-                named = self._hasher.prompt(params.cache_salt, ids, 0 if adapter is None else adapter.number)
+                named = self._hasher.prompt(params.cache_salt, ids, adapter.number)
                 asked = Prompt(named.blocks, len(ids), params.n, self._hasher.whole(named, ids), session)
             return self._carrier.send(request_id or f"request-{number}", ids.tolist(), params, asked)
 

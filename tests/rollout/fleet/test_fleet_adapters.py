@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,9 +56,9 @@ def save_adapter(folder: Path, seed: int, alpha: int = 6) -> Path:
 class ModelFleet:
     """A fleet whose replicas are workers of this process; each can be killed, and told to refuse a command."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.ports: dict[str, LocalPort] = {}
-        self._model = tiny(0)
+        self._model = tiny(0) if folder is None else folder
         self.refuses: str | None = None
         self.prepare: Callable[[LocalPort], None] | None = None
         self.fleet = Fleet(self._start, 2, config=CONFIG, options=FleetOptions(max_restarts=1))
@@ -131,6 +132,28 @@ def test_a_new_versions_folder_says_its_own_scale(local: ModelFleet, tmp_path: P
         expected = drawn(worker.generate(PROMPTS, asked("a")))
     assert expected != first
     assert drawn(local.fleet.generate(PROMPTS, asked("a"))) == expected
+
+
+@pytest.mark.parametrize("name", [None, "default", "__base__"])
+def test_the_router_finds_what_is_cached_under_the_adapter_of_the_models_folder(
+    name: str | None, tmp_path: Path
+) -> None:
+    """And under the model alone: a conversation's second turn is matched by what the replicas say of the first."""
+    tiny(0).save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "adapter", seed=1)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": f"{tmp_path}/base"}))
+    with ModelFleet(folder).fleet as fleet:
+        assert fleet.adapters == ["__base__", "default"]
+        params = SamplingParams(max_tokens=12, ignore_eos=True, adapter=name)
+        first = fleet.submit(PROMPTS[0], params).result(HANG)
+        tokens = PROMPTS[0] + first.samples[0].token_ids
+        blocks = (len(tokens) - 1) // CONFIG.block_size
+        wait_until(lambda: fleet.stats()["router_shadow_blocks"] == blocks)
+        before = fleet.stats()["router_matched_tokens"]
+        second = fleet.submit(tokens, params).result(HANG)
+        assert fleet.stats()["router_matched_tokens"] - before == blocks * CONFIG.block_size
+        assert second.num_cached_tokens == blocks * CONFIG.block_size
 
 
 def test_what_one_replica_refuses_none_has(local: ModelFleet, tmp_path: Path) -> None:
