@@ -57,6 +57,7 @@ class FleetWeights:
             TypeError: the source is none of a module, a dict, a `WeightStream` and a folder; or an unknown option.
             ValueError: the version is not above the current one.
             NoReplicaError: all replicas are dead; or none has the weights of which a partial update changes a part.
+            WorkerStateError: the weights are asleep.
         """
         with gone_through(source):
             return self._receive(source, given)
@@ -136,13 +137,16 @@ class FleetWeights:
             raise NoReplicaError("no replica is alive to take weights")
         if not partial:
             return living
-        current = [one for one in living if one.state.weight_version == self.version and one.state.has_weights]
-        if not current:
+        current = [one for one in living if one.state.weight_version == self.version]
+        having = [one for one in current if one.state.has_weights]
+        if not having and any("weights" in one.state.sleeping for one in current):
+            raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
+        if not having:
             raise NoReplicaError(
                 f"no living replica has the weights of version {self.version}, which a partial update changes in part: "
                 "send all weights"
             )
-        return current
+        return having
 
     def _broadcast(
         self, source: object, members: list[Member], options: dict[str, Any]

@@ -34,6 +34,17 @@ def test_a_part_of_the_weights_is_not_given_to_a_replica_that_lacks_the_rest() -
         assert local.fleet.replicas["0"]
 
 
+def test_a_part_of_weights_that_sleep_is_refused_as_one_worker_refuses_it() -> None:
+    with LocalFleet(replicas=2) as local:
+        local.fleet.sleep("weights")
+        for rollout in (local.fleet, local.ports["0"].side.rollout):
+            with pytest.raises(WorkerStateError, match=r"the weights are asleep; call wake_up\(.weights.\)") as kept:
+                rollout.receive_weights(BIAS, partial=True)
+            assert kept.type is WorkerStateError
+        local.fleet.wake_up("weights")
+        assert local.fleet.receive_weights(BIAS, partial=True).version == 1
+
+
 def test_a_replica_that_lacks_the_rest_of_a_partial_update_gets_all_weights_from_another() -> None:
     with LocalFleet(replicas=2) as local:
         new, giver = TinyModule(), local.ports["1"].side
