@@ -262,22 +262,15 @@ class Fleet(Closing):
 
     def stats(self) -> dict[str, float]:
         """Return the numbers of all living replicas added up, asked for now; those of the router; and of the fleet."""
-        return self._with_totals(self._crew.command("stats"))
+        total: dict[str, float] = {}
+        for one in self._crew.command("stats"):
+            for name, value in one.items():
+                total[name] = total.get(name, 0) + value
+        return {**total, **self.fleet_stats()}
 
     def replica_stats(self) -> dict[str, dict[str, float]]:
         """Return the numbers of each replica as of its last feed, at most about a second old; no replica is asked."""
         return {name: dict(member.stats) for name, member in self._crew.members.items()}
-
-    def last_stats(self) -> dict[str, float]:
-        """Return what `stats` does, of the numbers of `replica_stats`."""
-        return self._with_totals(self.replica_stats().values())
-
-    def _with_totals(self, stats: Iterable[dict[str, float]]) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for one in stats:
-            for name, value in one.items():
-                total[name] = total.get(name, 0) + value
-        return {**total, **self.fleet_stats()}
 
     def fleet_stats(self) -> dict[str, float]:
         """Return the numbers of the fleet and its router; no replica is asked."""

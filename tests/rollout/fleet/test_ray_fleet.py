@@ -28,6 +28,7 @@ from samebit.rollout.integrations.ray import RayFleet  # noqa: E402
 from ...patience import HANG, wait_until  # noqa: E402
 from ..http.served import NAME, build_folder, byte_tokenizer  # noqa: E402
 from ..http.test_streams import ask  # noqa: E402
+from .test_fleet import as_of_feeds  # noqa: E402
 
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=400, seed=3, num_threads=1)
 PROMPTS = [[1], [2, 3, 4], list(range(5, 22)), list(range(30, 80))]
@@ -144,7 +145,7 @@ def test_a_server_in_front_of_a_fleet(fleet: RayFleet, folder: Path) -> None:
             info = {"init_info": {"backend": "shared_memory", "address": "x"}}
             refused = http.post(f"{control}/init_weight_transfer_engine", json=info)
             assert (refused.status_code, "a fleet has several" in refused.text) == (400, True)
-            wait_until(lambda: fleet.last_stats()["running"] == 0)
+            wait_until(lambda: as_of_feeds(fleet, "running") == 0)
             text = http.get(f"{base}/metrics").text
             for engine in ("0", "1"):
                 assert f'samebit_replica_open{{engine="{engine}",model_name="{NAME}"}} 1.0' in text
@@ -185,7 +186,7 @@ def test_a_killed_replica_comes_back_with_the_weights_of_the_others(fleet: RayFl
     fleet.receive_weights(model)
     handles = [fleet.submit([number], LONG) for number in range(4)]
     pid = next(iter(fleet._crew.members.values())).pid
-    wait_until(lambda: fleet.last_stats()["running"] == 4)
+    wait_until(lambda: as_of_feeds(fleet, "running") == 4)
     os.kill(pid, signal.SIGKILL)
     ended = []
     for handle in handles:
