@@ -2,67 +2,36 @@
 
 Invariants
 ----------
-* `Delivery` ends exactly once, with the request or with an error; the callers that wait are woken then.
-* What a callback raises, in the thread that ends the request, is logged and goes no further.
+* `Delivery` ends exactly once, with the request or with an error: an `Ending`.
 * The generation thread touches a delivery when its request ends, and after a step only while someone
   streams from it. The lists of a result are built in the caller's thread.
-* An interrupt (Ctrl-C) of a caller that waits leaves nothing behind that the generation thread could wait for: each
-  waits at a lock of its own. (Inside of `threading.Condition` it can leave the condition's lock taken.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.checks import check_timeout
-from samebit.rollout.guard import contained
 from samebit.rollout.outputs import RequestOutput, StreamChunk, new_tokens, request_output
+from samebit.rollout.requests.ending import Ending
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.requests.tokenizer import Tokenizer
 
 
-class Delivery:
+class Delivery(Ending):
     """Wakes the callers that wait for a request: the generation thread's side of a `RequestHandle`."""
 
     def __init__(self, request: Request, streams: set[Delivery]) -> None:
+        super().__init__()
         self.request = request
-        self.error: Exception | None = None
-        self.done = False
         self._streams = streams
-        self._waiting: deque[threading.Lock] = deque()
-        self._callbacks: deque[Callable[[], None]] = deque()
-
-    def finish(self, error: Exception | None = None) -> None:
-        """Note that the request ended; the first call counts. Under the worker's lock."""
-        if not self.done:
-            self.error = error
-            self.done = True
-        self.notify()
-        while self._callbacks:
-            self._call_one()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once: in the thread that ends the request, or here if it has ended. It must not wait."""
-        self._callbacks.append(callback)
-        if self.done:
-            self._call_one()
-
-    def notify(self) -> None:
-        """Let streams look for the new tokens of a step."""
-        with suppress(IndexError):  # a caller waits no longer
-            for _ in range(len(self._waiting)):
-                self._waiting.popleft().release()
 
     def wait(self, timeout: float | None) -> bool:
         if not self.done:
             release_idle_threads()
-        return self._wait_for(lambda: self.done, timeout)
+        return self.wait_for(lambda: self.done, timeout)
 
     def wait_for_tokens(self, reader: TokenReader) -> None:
         """Wait until there is something to read, or all is done."""
@@ -72,34 +41,12 @@ class Delivery:
             return self.done or reader.ready
 
         release_idle_threads()
-        self._wait_for(has_news, None)
+        self.wait_for(has_news)
 
     def stop_streaming(self) -> None:
         """Be woken by steps no more, unless another reader waits: that one looks again, and asks for it."""
         self._streams.discard(self)
         self.notify()
-
-    def _call_one(self) -> None:
-        """Call a callback, unless the other side has taken the last one meanwhile."""
-        try:
-            callback = self._callbacks.popleft()
-        except IndexError:
-            return
-        with contained("a callback at the end of a request"):
-            callback()
-
-    def _wait_for(self, holds: Callable[[], bool], timeout: float | None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not holds():
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append(gate)
-            left = -1 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            if holds() or not gate.acquire(timeout=left):  # what changes after this look releases the gate
-                with suppress(ValueError):
-                    self._waiting.remove(gate)
-                return holds()
-        return True
 
 
 class RequestHandle:
@@ -148,11 +95,8 @@ class RequestHandle:
         """Do as `result()` for asyncio: the event loop goes on meanwhile. Cancelling it cancels the request."""
         if not self._delivery.done:
             self._check_thread()
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        self._delivery.when_done(lambda: _wake(loop, ended))
         try:
-            await ended.wait()
+            await self._delivery.wait_async()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -218,9 +162,3 @@ class TokenReader:
                 still_open.append((sequence, seen + len(chunk.token_ids)))
         self._open = still_open
         return chunks
-
-
-def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    """Set the event from another thread. A loop that was closed meanwhile (RuntimeError) has no caller that waits."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(ended.set)

@@ -11,14 +11,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from samebit.rollout.checks import check_timeout
 from samebit.rollout.errors import StreamGapError
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
+from samebit.rollout.requests.ending import Ending
 
 
 class FleetHandle:
@@ -30,17 +28,17 @@ class FleetHandle:
         self.request_id = request_id
         self._cancel = cancel
         self._follow = follow
-        self._ended: Future[RequestOutput] = Future()
+        self._ending = Ending()
+        self._output: RequestOutput | None = None
         self.num_samples = samples
         self._seen = [0] * samples
         self._open = set(range(samples))
         self._chunks: list[StreamChunk] = []
-        self._changed = threading.Condition()
         self._followed = False
 
     @property
     def done(self) -> bool:
-        return self._ended.done()
+        return self._ending.done
 
     @property
     def streamed(self) -> bool:
@@ -59,24 +57,25 @@ class FleetHandle:
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
         check_timeout(timeout)
-        try:
-            return self._ended.result(timeout)
-        except FutureTimeoutError as error:
-            if self._ended.done():
-                raise
-            raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s") from error
+        if not self._ending.wait_for(lambda: self.done, timeout):
+            raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s")
+        if self._ending.error is not None:
+            raise self._ending.error
+        assert self._output is not None
+        return self._output
 
     async def result_async(self) -> RequestOutput:
         """Do as `result()` for asyncio. Cancelling it cancels the request."""
         try:
-            return await asyncio.shield(asyncio.wrap_future(self._ended))
+            await self._ending.wait_async()
         except asyncio.CancelledError:
             self.cancel()
             raise
+        return self.result()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once: when the request ends, or here if it has ended. It must not wait."""
-        self._ended.add_done_callback(lambda _: callback())
+        self._ending.when_done(callback)
 
     def reader(self) -> FleetReader:
         """Return a reader of the tokens, from the first one; it never waits."""
@@ -89,8 +88,7 @@ class FleetHandle:
         """Yield new tokens as they come, over all samples; ends with the request."""
         reader = self.reader()
         while not reader.ended:
-            with self._changed:
-                self._changed.wait_for(lambda: reader.ready)
+            self._ending.wait_for(lambda: reader.ready)
             yield from reader.read()
 
     # -- the fleet's side --------------------------------------------------------------------------
@@ -98,41 +96,39 @@ class FleetHandle:
     def feed(self, chunks: list[StreamChunk]) -> None:
         """Take new tokens."""
         for chunk in chunks:
-            if self._ended.done():
+            if self.done:
                 return
             if chunk.start != self._seen[chunk.sample]:
                 self.fail(self._gap(chunk))
                 self.cancel()
                 return
             self._take(chunk)
-        self._notify()
+        self._ending.notify()
 
     def finish(self, output: RequestOutput) -> None:
         """End the request with its result."""
-        if self._ended.done():
+        if self.done:
             return
         for sample in output.samples:
             if sample.index in self._open:
                 self._take(_rest(sample, self._seen[sample.index]))
-        self._ended.set_result(output)
-        self._notify()
+        self._output = output
+        self._ending.finish()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """End the request with an error, unless it has ended."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-        self._notify()
+        self._ending.finish(error)
 
     def chunks(self, start: int) -> list[StreamChunk]:
         """Return what came, from chunk `start` on. Raises what failed the request."""
-        if self._ended.done() and (error := self._ended.exception()) is not None:
-            raise error
+        if self._ending.error is not None:
+            raise self._ending.error
         return self._chunks[start:]
 
     @property
     def failed(self) -> bool:
         """Return whether the request has ended with an error."""
-        return self._ended.done() and self._ended.exception() is not None
+        return self._ending.error is not None
 
     @property
     def num_chunks(self) -> int:
@@ -150,10 +146,6 @@ class FleetHandle:
         if chunk.finished:
             self._open.discard(chunk.sample)
         self._chunks.append(chunk)
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
 
 class FleetReader:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -120,6 +125,44 @@ def test_a_request_keeps_its_tokens_wherever_it_runs() -> None:
     assert seeds[0] == seeds[1]
     assert seeds[0][3] == 4
     assert len(set(seeds[0])) == 4
+
+
+def interrupted_at(number: int, wait: Callable[[], object]) -> bool:
+    """Run `wait` and raise at a step of its way through what waits, by number; whether there was one.
+
+    A tracer raises where only luck puts a signal: also right after a lock was taken."""
+    steps = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        if Path(frame.f_code.co_filename).name not in ("threading.py", "_base.py", "handle.py", "ending.py"):
+            return None
+        if next(steps) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        wait()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("way", ["result", "stream"])
+def test_an_interrupt_of_a_wait_leaves_a_fleet_that_works(way: str) -> None:
+    with LocalFleet(replicas=1) as local:
+        for number in itertools.count(1):
+            handle = local.fleet.submit([3, 4], PARAMS)
+            if way == "stream":
+                handle.reader()  # it is followed from here on
+            came = interrupted_at(number, partial(handle.result, HANG) if way == "result" else partial(list, handle))
+            assert len(handle.result(HANG).samples[0].token_ids) == 7
+            if not came:
+                break
+        assert number > 10
 
 
 def test_cancelled_requests_end_with_what_they_have() -> None:
