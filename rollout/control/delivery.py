@@ -28,10 +28,10 @@ class Delivery(Ending):
         self.request = request
         self._streams = streams
 
-    def wait(self, timeout: float | None) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         if not self.done:
             release_idle_threads()
-        return self.wait_for(lambda: self.done, timeout)
+        return super().wait(timeout)
 
     def wait_for_tokens(self, reader: TokenReader) -> None:
         """Wait until there is something to read, or all is done."""
@@ -119,7 +119,7 @@ class RequestHandle:
                     self._check_thread()
                 delivery.wait_for_tokens(reader)
                 yield from reader.read()
-            delivery.wait(None)
+            delivery.wait()
             if delivery.error is not None:
                 raise delivery.error
         finally:

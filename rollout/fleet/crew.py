@@ -15,15 +15,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from samebit.rollout.errors import AdapterError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState, Streamed
 from samebit.rollout.fleet.router import Router
+from samebit.rollout.requests.ending import Ending
 
 if TYPE_CHECKING:
     from samebit.rollout.adapters.loading import AdapterKeywords
@@ -84,35 +85,56 @@ class Wanted:
     adapters: dict[str, WantedAdapter] = field(default_factory=dict)
 
 
+class Doing(Ending, Generic[T]):
+    """Stands for a coroutine on the fleet's loop, at the caller that waits for it."""
+
+    def take(self, task: asyncio.Task[T]) -> None:
+        """Take the outcome. On the loop."""
+        if task.cancelled():
+            self.finish(WorkerStateError("the fleet was closed"))
+            return
+        error = task.exception()
+        if error is None:
+            self._value = task.result()
+        self.finish(error)
+
+    def result(self) -> T:
+        """Wait for the end. Raises what the coroutine raises, or `WorkerStateError` if the fleet is closed first."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
 class Background:
     """Runs an event loop in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for it."""
-        try:
-            return self.spawn(work).result()
-        except CancelledError as error:
-            raise WorkerStateError("the fleet was closed") from error
+        return self.spawn(work).result()
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Doing[T]:
         """Run a coroutine on the loop."""
         if self.closed:
             work.close()
             raise WorkerStateError("the fleet is closed")
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        doing: Doing[T] = Doing()
+        self.loop.call_soon_threadsafe(lambda: self.keep(work).add_done_callback(doing.take))
+        return doing
 
-    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine beside the others. On the loop."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def end(self) -> None:
         """Stop the loop and its thread."""

@@ -57,7 +57,7 @@ class FleetHandle:
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
         check_timeout(timeout)
-        if not self._ending.wait_for(lambda: self.done, timeout):
+        if not self._ending.wait(timeout):
             raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s")
         if self._ending.error is not None:
             raise self._ending.error

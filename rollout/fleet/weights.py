@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 
 from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import BEHIND, Crew, Member, in_turn
+from samebit.rollout.fleet.crew import BEHIND, Crew, Doing, Member, in_turn
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -168,7 +167,7 @@ class FleetWeights:
             logger.warning("version %d is on all replicas, but its sender gave up: %s", options["version"], broken)
         return outcomes
 
-    def _begin(self, member: Member, source: object, options: dict[str, Any]) -> Future[SyncReport]:
+    def _begin(self, member: Member, source: object, options: dict[str, Any]) -> Doing[SyncReport]:
         return self._crew.background.spawn(self._take(member, source, options))
 
     async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
@@ -192,16 +191,11 @@ class FleetWeights:
                     why = f"its weights are of version {member.state.weight_version}, not {version}"
                     self._crew.router.close(member.name, BEHIND, why)
 
-    def _waited(self, receiving: dict[Member, Future[SyncReport]]) -> dict[Member, SyncReport | Exception]:
+    def _waited(self, receiving: dict[Member, Doing[SyncReport]]) -> dict[Member, SyncReport | Exception]:
         outcomes: dict[Member, SyncReport | Exception] = {}
-        for member, future in receiving.items():
-            try:
-                error = future.exception()
-            except CancelledError as cancelled:
-                raise WorkerStateError("the fleet was closed during an update") from cancelled
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            outcomes[member] = future.result() if error is None else error
+        for member, taking in receiving.items():
+            taking.wait()
+            outcomes[member] = taking.error if isinstance(taking.error, Exception) else taking.result()
         return outcomes
 
     def _settled(self, outcomes: dict[Member, SyncReport | Exception], version: int) -> SyncReport:

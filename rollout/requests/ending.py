@@ -24,13 +24,13 @@ class Ending:
     """Wakes the callers that wait for a request. error: what failed it."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.done = False
         self._pending = [True]
         self._waiting: deque[threading.Lock] = deque()
         self._callbacks: deque[Callable[[], None]] = deque()
 
-    def finish(self, error: Exception | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """Note that the request ended, and with which error."""
         with suppress(IndexError):
             self._pending.pop()  # one step, whatever threads call: the first one counts
@@ -51,6 +51,10 @@ class Ending:
         with suppress(IndexError):  # a caller waits no longer
             for _ in range(len(self._waiting)):
                 self._waiting.popleft().release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; tell whether it has come."""
+        return self.wait_for(lambda: self.done, timeout)
 
     def wait_for(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until it holds, which is looked at after each `notify`; tell whether it does."""
