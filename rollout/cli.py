@@ -107,12 +107,11 @@ def _at_least(least: int, text: str) -> int:
 
 
 def _let_idle_threads_sleep() -> None:
-    """Set the environment of OpenMP, which reads it when it is loaded: if that has happened, start over."""
+    """Set what a user left open of OpenMP's environment, and start over: it was read when the kernels were imported."""
     if "OMP_WAIT_POLICY" in os.environ:
         return
-    os.environ.update(ENVIRONMENT)
-    if "torch" in sys.modules:
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os.environ.update(ENVIRONMENT | dict(os.environ))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @contextmanager

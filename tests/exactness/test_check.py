@@ -3,7 +3,9 @@
 import gc
 import json
 import os
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -355,12 +357,23 @@ def test_bad_arguments(arguments: list[str]) -> None:
         cli.main(arguments)
 
 
-def test_the_command_line_starts_over_with_sleeping_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP has read its environment by the time the command runs."""
-    started = []
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr(os, "execv", lambda *arguments: started.append(arguments))
-    cli._let_idle_threads_sleep()
-    cli._let_idle_threads_sleep()
-    assert started == [(sys.executable, [sys.executable, *sys.orig_argv[1:]])]
-    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+@pytest.mark.parametrize(
+    ("own", "policy", "spins"),
+    [
+        ({}, "PASSIVE", "4000"),
+        ({"GOMP_SPINCOUNT": "7"}, "PASSIVE", "7"),
+        ({"OMP_WAIT_POLICY": "active"}, "ACTIVE", "30000000000"),
+    ],
+)
+def test_idle_threads_of_a_command_sleep_unless_the_user_says_otherwise(
+    own: dict[str, str], policy: str, spins: str
+) -> None:
+    """OpenMP prints what it read when it was loaded, which is before the command could say it in its own process."""
+    program = "import sys; sys.modules['safetensors'] = None; from samebit.rollout import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", program, "check", "nothing"]
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        command, env={**others, "OMP_DISPLAY_ENV": "verbose", **own}, text=True, stderr=subprocess.PIPE, timeout=600
+    )
+    assert re.findall("OMP_WAIT_POLICY = '(.*)'", done.stderr)[-1] == policy
+    assert re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)[-1] == spins
