@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from logging import CRITICAL
 from typing import TYPE_CHECKING
 
-from samebit.kernels.openmp import ENVIRONMENT
-
 if TYPE_CHECKING:
     from samebit.rollout.audit.compare import Row
 
@@ -27,12 +25,11 @@ FAILED, UNUSABLE = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code. Without `argv` this is the process's own command line."""
+    own = argv is None
     given = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        _let_idle_threads_sleep()
     if given[:1] == ["serve"]:
-        return _serve(given[1:])
-    return _answer(_parser().parse_args(given))
+        return _serve(given[1:], own)
+    return _answer(_parser().parse_args(given), own)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,12 +103,14 @@ def _at_least(least: int, text: str) -> int:
     return number
 
 
-def _let_idle_threads_sleep() -> None:
-    """Set what a user left open of OpenMP's environment, and start over: it was read when the kernels were imported."""
-    if "OMP_WAIT_POLICY" in os.environ:
-        return
-    os.environ.update(ENVIRONMENT | dict(os.environ))
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+def _load_openmp(own: bool) -> None:
+    """Load OpenMP before torch does; start over where a process of our own had not said how idle threads wait."""
+    with _collecting_no_garbage():
+        from samebit.kernels.openmp import ENVIRONMENT
+
+    if own and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.update(ENVIRONMENT | dict(os.environ))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @contextmanager
@@ -126,8 +125,26 @@ def _collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _answer(arguments: argparse.Namespace) -> int:
-    """Run a command about a model; where that can not be, one line says why, below a traceback if not foreseen."""
+def _answer(arguments: argparse.Namespace, own: bool) -> int:
+    """Run a command about a model; where that can not be, one line says why, below a traceback if not foreseen.
+
+    own: whether the process is the command's alone.
+    """
+    foreseen: tuple[type[Exception], ...] = (ImportError, OSError, ValueError)
+    try:
+        _load_openmp(own)
+        foreseen += _load_libraries()
+        code: int = arguments.run(arguments)
+    except foreseen as error:
+        return _unusable(arguments.command, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        return _unusable(arguments.command, f"{type(error).__name__}: {error}")
+    return code
+
+
+def _load_libraries() -> tuple[type[Exception], ...]:
+    """Load what commands about a model need, and keep it quiet; the errors of it that say what a user can change."""
     with _collecting_no_garbage():
         from safetensors import SafetensorError
         from torch import OutOfMemoryError
@@ -136,17 +153,10 @@ def _answer(arguments: argparse.Namespace) -> int:
         from samebit.rollout.errors import NonFiniteLogitsError, NoTokenLeftError, SelfTestError, WorkerStateError
         from samebit.weight_sync import SyncBrokenError
 
-    of_samebit = (NonFiniteLogitsError, NoTokenLeftError, SelfTestError, WorkerStateError, SyncBrokenError)
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
-    try:
-        code: int = arguments.run(arguments)
-    except (ValueError, OSError, SafetensorError, OutOfMemoryError, *of_samebit) as error:
-        return _unusable(arguments.command, str(error))
-    except Exception as error:
-        traceback.print_exc()
-        return _unusable(arguments.command, f"{type(error).__name__}: {error}")
-    return code
+    of_samebit = (NonFiniteLogitsError, NoTokenLeftError, SelfTestError, WorkerStateError, SyncBrokenError)
+    return SafetensorError, OutOfMemoryError, *of_samebit
 
 
 def _unusable(command: str, why: str) -> int:
@@ -215,9 +225,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(given: Sequence[str]) -> int:
+def _serve(given: Sequence[str], own: bool) -> int:
     """Serve; its many options have a parser of their own (`samebit serve --help`)."""
     try:
+        _load_openmp(own)
         with _collecting_no_garbage():
             from samebit.rollout.integrations.http.serving import main as serve
     except ImportError as error:

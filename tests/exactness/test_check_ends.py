@@ -1,5 +1,8 @@
 """`samebit check` that ends without an answer: that is no difference, and an unforeseen error says where it began."""
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
@@ -43,6 +46,28 @@ def test_what_ends_a_check_is_no_difference(
         f"samebit check: {error}\n" if known else f"samebit check: {type(error).__name__}: {error}\n"
     )
     assert ("Traceback" in printed) == ("in fail" in printed) == (not known)
+
+
+@pytest.mark.parametrize(
+    ("command", "threads"), [("check", {}), ("bench", {"OMP_WAIT_POLICY": "passive"}), ("serve", {})]
+)
+def test_libraries_that_can_not_be_loaded_are_no_difference(command: str, threads: dict[str, str]) -> None:
+    """As in an image without libgomp: the line says what to install. It is loaded first, torch is not there either."""
+    program = (
+        "import sys; sys.modules.update({'numba.np.ufunc.omppool': None, 'torch': None}); "
+        "from samebit.rollout import cli; sys.exit(cli.main())"
+    )
+    others = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, "nothing"],
+        env=others | threads,
+        text=True,
+        stderr=subprocess.PIPE,
+        timeout=600,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"samebit {command}: samebit needs an OpenMP runtime for Numba")
 
 
 def test_a_generation_config_that_transformers_warns_about_ends_no_check() -> None:
