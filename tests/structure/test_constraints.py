@@ -1,0 +1,51 @@
+"""Every version that a file of constraints pins can be installed on each Python that the package allows."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).parents[2]
+PYTHONS = [f"3.{minor}" for minor in range(8, 20)]
+
+
+def allowed_pythons() -> list[str]:
+    (given,) = re.findall(r'^requires-python = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return [python for python in PYTHONS if python in SpecifierSet(given)]
+
+
+def pins(name: str) -> list[Requirement]:
+    lines = (line.partition(" #")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def needed_python(pin: Requirement) -> SpecifierSet | None:
+    """The Pythons that take what is pinned; None where another version is installed, or none."""
+    try:
+        found = metadata.metadata(pin.name)
+    except metadata.PackageNotFoundError:
+        return None
+    return SpecifierSet(found.get("Requires-Python", "")) if found["Version"] in pin.specifier else None
+
+
+def is_asked_for(pin: Requirement, python: str) -> bool:
+    return pin.marker is None or pin.marker.evaluate({"python_version": python, "python_full_version": f"{python}.99"})
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-next.txt"])
+def test_a_pin_is_for_the_pythons_that_take_it(name: str) -> None:
+    """`make install PYTHON=python3.10` resolves nothing otherwise."""
+    needed = {pin: needed_python(pin) for pin in pins(name)}
+    assert sum(found is not None for found in needed.values()) > 5, "the packages were not found"
+    refused = [
+        f"{pin} on Python {python}, it needs {found}"
+        for pin, found in needed.items()
+        for python in allowed_pythons()
+        if found is not None and is_asked_for(pin, python) and f"{python}.99" not in found
+    ]
+    assert not refused
