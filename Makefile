@@ -46,12 +46,26 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench bench-vllm mismatch accuracy clean
 
+# venv keeps the Python that an environment has. So what an attempt of ours left, which was not finished, is made anew;
+# an environment that was finished, or that was there before, stays.
+define environment
+	$(if $(wildcard $(@D)/.samebit-begun),rm -rf $(@D))
+	test -e $(@D) || { mkdir -p $(@D) && touch $(@D)/.samebit-begun; }
+	$(PYTHON) -m venv $(@D)
+endef
+
+# Marks an environment as finished.
+define finished
+	rm -f $(@D)/.samebit-begun
+	touch $@
+endef
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(environment)
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[recipes,dev]'
-	touch $(STAMP)
+	$(finished)
 
 grpo: install
 	$(BIN)/python recipes/grpo.py --seeds $(SEEDS) \
@@ -85,9 +99,9 @@ test-next: $(NEXT)/.samebit-installed
 		$(or $(ARGS),$(NEXT_TESTS))
 
 $(NEXT)/.samebit-installed: pyproject.toml setup.py constraints-next.txt
-	$(PYTHON) -m venv $(NEXT)
+	$(environment)
 	$(NEXT)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-next.txt -e '.[test]'
-	touch $@
+	$(finished)
 
 soak: install
 	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)
@@ -116,10 +130,10 @@ accuracy: install
 	$(BIN)/python benchmarks/accuracy.py $(if $(filter-out dense,$(MODEL)),$(MODEL),mla) $(ARGS)
 
 $(VLLM)/.samebit-installed: constraints-vllm.txt
-	$(PYTHON) -m venv $(VLLM)
+	$(environment)
 	$(VLLM)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-vllm.txt torch
 	$(VLLM)/bin/python -m pip install --no-deps -r constraints-vllm.txt
-	touch $@
+	$(finished)
 
 clean:
 	rm -rf $(VENV) $(NEXT) $(VLLM) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
