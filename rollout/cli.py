@@ -231,9 +231,8 @@ def _serve(given: Sequence[str], own: bool) -> int:
         _load_openmp(own)
         with _collecting_no_garbage():
             from samebit.rollout.integrations.http.serving import main as serve
-    except ImportError as error:
-        sys.stderr.write(f"samebit serve: {error}\n")
-        return UNUSABLE
+    except (ImportError, OSError) as error:
+        return _unusable("serve", str(error))
     return serve(given)
 
 

@@ -15,7 +15,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+from numba import config, njit
 from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
@@ -51,6 +52,24 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, tor
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_EXPONENT_STEP, *_INTEGERS)}
 """Lists the dtypes that weights can have, by name."""
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a loop over the words of weights, and keep it on disk.
+
+    Raises:
+        OSError: it can be kept nowhere.
+    """
+    compiler = njit(cache=True, nogil=True, error_model="numpy")
+    try:
+        loop: Callable[..., Any] = compiler(function)
+    except RuntimeError as error:
+        raise OSError(
+            f"no folder to keep the compiled code of {inspect.getfile(function)} in: neither the __pycache__ "
+            f"beside it nor the user's cache folder can be written, NUMBA_CACHE_DIR={config.CACHE_DIR!r}; "
+            "set NUMBA_CACHE_DIR to a folder that can be written"
+        ) from error
+    return loop
 
 
 @dataclass(frozen=True)
@@ -192,7 +211,7 @@ def _padded(rest: Bytes) -> Any:
     return word.view(np.uint64)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _scan_words(source: Any, first: Any, magnitude: Any, step: Any) -> Any:
     total = _ZERO
     bad = _ZERO
@@ -206,7 +225,7 @@ def _scan_words(source: Any, first: Any, magnitude: Any, step: Any) -> Any:
     return total, bad
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _copy_words(source: Any, target: Any, first: Any, magnitude: Any, step: Any) -> Any:
     total = _ZERO
     bad = _ZERO

@@ -51,20 +51,25 @@ def key_of(model: Any, tried: Mapping[str, object]) -> str:
 
 
 def has_passed(key: str) -> bool:
-    """Return whether this has passed on this machine before."""
-    return (_folder() / key).exists()
+    """Return whether this has passed on this machine before, as far as it can be seen."""
+    try:
+        return (_folder() / key).exists()
+    except (OSError, RuntimeError):
+        return False
 
 
 def remember(key: str) -> None:
     """Note that this has passed; where there is no place for it, the next start tests again."""
     try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        (_folder() / key).touch()
-    except OSError as error:
-        logger.warning("that the self-test passed could not be noted in %s: %s", _folder(), error)
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / key).touch()
+    except (OSError, RuntimeError) as error:
+        logger.warning("that the self-test passed could not be noted: %s", error)
 
 
 def _folder() -> Path:
+    """Return where it is noted; raises RuntimeError for a user who has no home."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "samebit" / "self_test"
 

@@ -70,6 +70,18 @@ def test_libraries_that_can_not_be_loaded_are_no_difference(command: str, thread
     assert line.startswith(f"samebit {command}: samebit needs an OpenMP runtime for Numba")
 
 
+def test_where_compiled_code_can_be_kept_nowhere_a_line_says_what_to_set() -> None:
+    """As in a container whose user has no home, and whose packages are root's."""
+    own = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "OMP_WAIT_POLICY": "passive"}
+    others = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    command = [sys.executable, "-m", "samebit.rollout.cli", "check", "nothing"]
+    done = subprocess.run(command, env=others | own, text=True, stderr=subprocess.PIPE, timeout=600)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("samebit check: ")
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
+
+
 def test_a_generation_config_that_transformers_warns_about_ends_no_check() -> None:
     """Transformers does not save it. It may be where a chat model has its end tokens."""
     model = make_model("Qwen3", torch.bfloat16)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -119,12 +120,21 @@ def test_a_module_whose_bits_differ_in_steps_is_named(hooked: Callable[..., None
         RolloutWorker(model, config=RolloutConfig(self_test=True))
 
 
+@pytest.mark.parametrize("cache_home", ["/dev/null", "/" + "x" * 300, None], ids=["file", "unreadable", "no home"])
 def test_where_it_can_not_be_noted_the_worker_starts_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache_home: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "no folder"
-    file.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    """As in a container whose user has no home, or none that it may look into."""
+
+    def unknown(user: int) -> NoReturn:
+        raise KeyError(user)
+
+    if cache_home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
     RolloutWorker(bound_model("Qwen3"), config=RolloutConfig(self_test=True, num_blocks=8)).close()
     assert "could not be noted" in caplog.text
 

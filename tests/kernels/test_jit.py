@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,6 +48,27 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     command = [*python(), "-c", AT_ONCE, str(tmp_path)]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
     assert sorted(map(int, done.stdout.split())) == [0, 0, 0, 1]
+
+
+NOWHERE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+try:
+    import shared
+except OSError as error:
+    print(error)
+"""
+
+
+def test_where_compiled_code_can_be_kept_nowhere_the_error_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "shared.py").write_text(SHARED)
+    command = [*python(), "-c", NOWHERE, str(tmp_path)]
+    environment = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": ""}
+    done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE, timeout=HANG)
+    assert done.stdout == (
+        f"no folder to keep the compiled code of {tmp_path}/shared.py in: neither the __pycache__ beside it nor the "
+        "user's cache folder can be written, NUMBA_CACHE_DIR=''; set NUMBA_CACHE_DIR to a folder that can be written\n"
+    )
 
 
 PART = """

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from samebit.weight_sync.digest import Bytes
+from samebit.weight_sync.digest import Bytes, compiled
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.wire.buckets import ALIGN, Kind
 
@@ -111,7 +110,7 @@ def _padded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _collect(now: Any, before: Any, indices: Any, values: Any) -> Any:
     """Write places and values of elements that differ; return their count. Branchless: arrays have a spare element."""
     count = 0

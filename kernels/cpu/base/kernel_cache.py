@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from numba import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 _IMPORT = re.compile(r"^(?:from|import) +([\w.]+)(?: +import +(\([^)]*\)|.*))?", re.MULTILINE)
@@ -60,8 +61,19 @@ class _Index(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
-    """Keeps the machine code of a kernel, by types of its arguments and by processor."""
+    """Keeps the machine code of a kernel, by types of its arguments and by processor.
+
+    Raises:
+        OSError: it can be kept nowhere.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
-        super().__init__(function)
+        try:
+            super().__init__(function)
+        except RuntimeError as error:
+            raise OSError(
+                f"no folder to keep the compiled code of {inspect.getfile(function)} in: neither the __pycache__ "
+                f"beside it nor the user's cache folder can be written, NUMBA_CACHE_DIR={config.CACHE_DIR!r}; "
+                "set NUMBA_CACHE_DIR to a folder that can be written"
+            ) from error
         self._cache_file = _Index(self.cache_path, self._impl.filename_base, sources_of(function))
