@@ -19,6 +19,7 @@ where processes share the cores, ten times the time. So the pool is started by `
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -131,7 +132,7 @@ def _runtimes() -> tuple[ctypes.CDLL, ...]:
     """List every libgomp of this process that can pause (OpenMP 5.0); none where there is no such list."""
     if not _MAPS.exists():
         return ()
-    mapped = (line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line)
+    mapped = (line.split(maxsplit=5)[-1] for line in os.fsdecode(_MAPS.read_bytes()).splitlines() if "libgomp" in line)
     paths = sorted({path for path in mapped if Path(path).is_file()})  # else it was replaced: "... (deleted)"
     return tuple(lib for lib in map(ctypes.CDLL, paths) if hasattr(lib, "omp_pause_resource_all"))
 

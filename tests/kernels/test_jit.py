@@ -208,10 +208,12 @@ print(torch.get_num_threads())
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_runtime_may_lie_in_a_folder_with_a_space_in_its_name(gone: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [b"my env", b"caf\xe9"], ids=["a space", "not UTF-8"])
+def test_a_runtime_may_lie_in_a_folder_of_any_name(name: bytes, gone: bool, tmp_path: Path) -> None:
     """As that of an environment may; where its file was replaced since, the system calls it deleted."""
-    (tmp_path / "my env").mkdir()
-    copy = shutil.copy(openmp._runtimes()[0]._name, tmp_path / "my env" / "libgomp-of-another-package.so")
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    copy = shutil.copy(openmp._runtimes()[0]._name, folder / "libgomp-of-another-package.so")
     script = """
 import ctypes, os, sys
 ctypes.CDLL(sys.argv[1])
