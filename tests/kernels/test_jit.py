@@ -50,6 +50,30 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     assert sorted(map(int, done.stdout.split())) == [0, 0, 0, 1]
 
 
+ONCE = """
+import ctypes, struct, sys
+import numpy as np
+ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24))  # else root may write to any file
+sys.path.insert(0, sys.argv[1])
+from shared import kernel
+out = np.zeros(1)
+kernel(out)
+print(int(out[0]))
+"""
+
+
+def test_a_lock_of_another_user_keeps_no_kernel_from_compiling(tmp_path: Path) -> None:
+    """As the one that root leaves in a folder that is not root's."""
+    (tmp_path / "shared.py").write_text(SHARED)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [*python(), "-c", ONCE, str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE, timeout=HANG)
+        assert done.stdout == "1\n"
+        (lock,) = tmp_path.rglob("*.lock")
+        lock.chmod(0o444)
+
+
 NOWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -7,7 +7,7 @@ kernel is compiled at its first call for a dtype and kept in Numba's on-disk cac
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,20 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold a lock among the processes of this machine; where it is another user's, as root's may be, go on without."""
+    lock = FileLock(path)
+    with suppress(PermissionError):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
-    """Compiles a kernel for the dtypes of a call, in one process of this machine at a time.
+    """Compiles a kernel for the dtypes of a call, in one process of this machine at a time (of those of one user).
 
     Numba's own cache is safe to share but not economical: processes that miss it together all compile, and of what
     they save to a kernel's index the last one wins, so that the others' work is done again in the next run.
@@ -58,8 +70,9 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
         """Compile for a signature, or load what any process has compiled."""
         folder = Path(self._cache.cache_path)
         openmp.start_pool()  # what starts threads is known by name to compiled code from then on
-        lock = FileLock(folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock")
-        with global_compiler_lock, lock, _garbage_kept():  # in this order, as a kernel compiles those that it calls
+        lock = folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock"
+        # In this order, as a kernel compiles those that it calls.
+        with global_compiler_lock, _one_at_a_time(lock), _garbage_kept():
             return super().compile(sig)
 
 
