@@ -9,11 +9,15 @@ Invariants
   that an optimizer writes there are read when they are there, and those that arrive are there when it goes on.
 """
 
+import os
+from pathlib import Path
+
 import numba
 import torch
 
 from samebit.kernels.openmp import release_idle_threads, start_pool
 from samebit.kernels.team.team import Team, teams_run_here
+from samebit.weight_sync.transports.container import ROOT, processors
 
 
 class ComputeThreads:
@@ -22,12 +26,14 @@ class ComputeThreads:
     Args:
         num_threads: of each thread that computes; None for as many as the calling thread has, which builds the worker.
         device: where the model is.
+        root: of the file system, where a container's limits are read.
     """
 
-    def __init__(self, num_threads: int | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, device: torch.device | None = None, root: Path = ROOT) -> None:
         start_pool()
-        self._of_torch = num_threads or torch.get_num_threads()
-        self._of_numba = num_threads or numba.get_num_threads()
+        most = processors(root)
+        self._of_torch = num_threads or _within(most, torch.get_num_threads(), "OMP_NUM_THREADS")
+        self._of_numba = num_threads or _within(most, numba.get_num_threads(), "NUMBA_NUM_THREADS")
         self._device = device or torch.device("cpu")
         self._team: Team | None = None
         self._gathered = False
@@ -70,3 +76,12 @@ class ComputeThreads:
         """End the team of the generation thread, which is about to end."""
         if self._team is not None:
             self._team.end()
+
+
+def _within(most: int | None, count: int, variable: str) -> int:
+    """Return a number of threads; where nobody has chosen it, which makes it that of all processors, at most ``most``.
+
+    variable: of the environment, by which it may have been chosen.
+    """
+    chosen = variable in os.environ or count < numba.config.NUMBA_DEFAULT_NUM_THREADS
+    return count if most is None or chosen else min(count, most)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+from pathlib import Path
 
 from samebit.rollout.config import RolloutConfig
+from samebit.weight_sync.transports.container import ROOT, memory_limit
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 DEFAULT_STATE_CACHE_BYTES = 1 << 28
@@ -73,12 +75,18 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
     return min(config.max_num_seqs * per_sequence, affordable)
 
 
-def check_room(config: RolloutConfig, num_blocks: int, bytes_per_block: int) -> None:
-    """Raise ValueError where so many blocks can not be in the memory of this machine."""
-    needed, most = num_blocks * bytes_per_block, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def check_room(config: RolloutConfig, num_blocks: int, bytes_per_block: int, root: Path = ROOT) -> None:
+    """Raise ValueError where so many blocks can not be in the memory of this machine, or of a container.
+
+    root: of the file system.
+    """
+    needed, machine = num_blocks * bytes_per_block, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    container = memory_limit(root)
+    most = machine if container is None else min(machine, container)
     if config.device == "cpu" and needed > most:
+        owner = "machine has" if most == machine else "process's container may have"
         raise ValueError(
-            f"{num_blocks} KV blocks need {_gib(needed)} GiB, and this machine has {_gib(most)} (num_blocks="
+            f"{num_blocks} KV blocks need {_gib(needed)} GiB, and this {owner} {_gib(most)} (num_blocks="
             f"{config.num_blocks}, kv_cache_gb={config.kv_cache_gb}, max_model_len={config.max_model_len}): give a "
             "smaller num_blocks, kv_cache_gb or max_model_len"
         )

@@ -1,6 +1,6 @@
 """Carry a link's bytes: over shared memory, by broadcast, or over CUDA IPC (`cuda`).
 
 The way through: `shared_memory` makes the two ends, which are in `unix_socket`: a `channel` for messages, an `endpoint`
-where the receiver finds it, `shared_buckets` for the bytes. `broadcast` sends over `groups` of processes. Imports
-`wire` and the floors below it.
+where the receiver finds it, `shared_buckets` for the bytes, within what a `container` allows. `broadcast` sends over
+`groups` of processes. Imports `wire` and the floors below it.
 """

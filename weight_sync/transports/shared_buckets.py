@@ -21,6 +21,7 @@ import numpy as np
 
 from samebit.weight_sync.digest import Bytes
 from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.transports.container import ROOT, memory_left
 from samebit.weight_sync.wire.buckets import check_bucket_bytes
 
 NUM_BUCKETS = 2
@@ -37,13 +38,13 @@ class SharedBuckets:
         self.descriptor = descriptor
 
     @classmethod
-    def create(cls, bucket_bytes: int) -> SharedBuckets:
-        """Reserve and seal the memory. Raises `OSError` when there is no room."""
+    def create(cls, bucket_bytes: int, root: Path = ROOT) -> SharedBuckets:
+        """Reserve and seal the memory. Raises `OSError` when there is no room. root: of the file system."""
         size = NUM_BUCKETS * bucket_bytes
         descriptor = os.memfd_create("samebit-buckets", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
-            _reserve(descriptor, size)
+            _reserve(descriptor, size, _available(root))
             mapped = mmap.mmap(descriptor, size)
             _seal(descriptor)
             return cls(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC), mapped)
@@ -65,19 +66,22 @@ class SharedBuckets:
         return self._array[number * size : (number + 1) * size]
 
 
-def _reserve(descriptor: int, size: int) -> None:
+def _reserve(descriptor: int, size: int, available: int) -> None:
     """Reserve the memory, after a look at what is available: the system kills a process when a memory file runs out."""
     try:
-        if size > _available():
-            raise OSError(errno.ENOMEM, f"{_available()} bytes are available")
+        if size > available:
+            raise OSError(errno.ENOMEM, f"{available} bytes are available")
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         raise OSError(error.errno, f"no room for {size} bytes of shared memory: {error.strerror}") from error
 
 
-def _available() -> int:
+def _available(root: Path) -> int:
+    """Return the bytes that this machine, and a container, has left."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    container = memory_left(root)
+    return machine if container is None else min(machine, container)
 
 
 def _seal(descriptor: int) -> None:
