@@ -11,7 +11,8 @@ Invariants
   drops the statement's `__exit__`, and a weak reference to it puts word of that into the gate. Not even an interrupt
   between the statement and the first line of `__exit__` is missed.
 * A caller that goes away before its block began has changed nothing; what it waited for is given up.
-* In other threads there are no handlers, and no clerk: everything runs in place.
+* In other threads there are no handlers, and no clerk: everything runs in place. So it does in the main thread once
+  the interpreter ends, which starts no thread any more (Python 3.12).
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def wait_at(gate: Gate) -> None:
 
 def in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
+
+
+def _may_be_interrupted() -> bool:
+    """Tell whether the caller is the main thread, and the interpreter has not begun to end."""
+    return in_main_thread() and threading.main_thread().is_alive()
 
 
 class _Report(Generic[T]):
@@ -136,7 +142,7 @@ class Hold(Generic[T]):
 
     def __enter__(self) -> T:
         self._announce(self)
-        if not in_main_thread():
+        if not _may_be_interrupted():
             self._in_place = self._make(self._gate)
             return self._in_place.__enter__()
         start_new_thread(self._serve, ())

@@ -6,10 +6,12 @@ import asyncio
 import atexit
 import copy
 import pickle
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from samebit.rollout.errors import (
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
+from ...forks import python
 from ...patience import HANG, wait_until
 from ..inside import num_waiting
 from ..step_gate import StepGate
@@ -369,6 +372,31 @@ def test_at_exit_the_thread_ends_before_the_interpreter_does(
     assert not thread.is_alive()
     with pytest.raises(WorkerStateError, match="closed"):
         handle.result(0)
+
+
+CLOSED_AT_EXIT = """
+import atexit, sys
+sys.path.insert(0, sys.argv[1])
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.control import shelter
+from tiny_llama import tiny
+worker = RolloutWorker(tiny(0), config=RolloutConfig(max_model_len=64))
+worker.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+def refuse(*arguments):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+@atexit.register
+def close():
+    shelter.start_new_thread = refuse  # as Python 3.12 has it by then
+    worker.close()
+    print("closed", worker.stats()["running"])
+"""
+
+
+def test_a_worker_may_be_closed_at_exit() -> None:
+    """When the interpreter starts no thread any more."""
+    command = [*python(), "-c", CLOSED_AT_EXIT, str(Path(__file__).parents[1])]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
+    assert done.stdout == "closed 0\n"
 
 
 def test_an_interrupted_generate_aborts_its_requests(make_worker: MakeWorker) -> None:
