@@ -6,7 +6,7 @@ Invariants:
   log-probabilities of the rows that reach it (`logprob_head`): inside the head's own call, because that is where FSDP2
   has its weight in one piece, and as its output and the model's, because FSDP2 prepares the backward of those.
 * In a step of a rollout likewise, without what transformers makes around the two (of a small model a fiftieth of it),
-  unless a hook on the model is to see that; on a CPU all of it is one call where nobody listens (`dense.step`).
+  unless a hook on the model is to see that; on a CPU all of it is one call where nobody listens (`layers.step`).
 * The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
   stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from samebit.kernels.binding.dense.step import logits_in_one_call
 from samebit.kernels.binding.epilogue import Epilogue
+from samebit.kernels.binding.layers.step import logits_in_one_call
 from samebit.kernels.binding.modules import ids_of_call, refuse_packed
 from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, installed_scoring, use_scoring

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from samebit.kernels.binding.dense.decoder import plain_decoder, runs_plainly
+from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.residual import Addend, normed_sum
@@ -69,7 +69,7 @@ class DecoderFacts:
         attends: attention layers.
         masks_by_layer: recurrent layers, and takes a mask for each kind of layer.
         wrapped: it may be wrapped with vision.
-        pre_norm: it is of layers that `dense.decoder` runs.
+        pre_norm: it is of layers that `layers.decoder` runs.
         adapters: those that peft has put into it; None without any.
     """
 

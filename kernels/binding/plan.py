@@ -14,13 +14,13 @@ from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_fo
 from samebit.kernels.binding.delta.layer import MIXER
 from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
 from samebit.kernels.binding.delta.plan import DeltaPlan
-from samebit.kernels.binding.dense.latent import facts_of as facts_of_latent
-from samebit.kernels.binding.dense.layer import facts_of
-from samebit.kernels.binding.dense.one_call import one_call_forward
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.latent.plan import LatentPlan
+from samebit.kernels.binding.layers.attention import facts_of
+from samebit.kernels.binding.layers.latent import facts_of as facts_of_latent
+from samebit.kernels.binding.layers.one_call import one_call_forward
 from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
 from samebit.kernels.binding.lora.plan import AdapterPlan
 from samebit.kernels.binding.mamba_plan import MixerPlan

@@ -8,16 +8,16 @@ from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.layer import delta_call
 from samebit.kernels.cpu.delta.operation import delta_rule
-from samebit.kernels.cpu.dense.calls import run_layers
-from samebit.kernels.cpu.dense.ends import end_calls
-from samebit.kernels.cpu.dense.latent import latent_call
-from samebit.kernels.cpu.dense.layer import dense_call
-from samebit.kernels.cpu.dense.sparse import sparse_call
 from samebit.kernels.cpu.experts.block import block_call
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
 from samebit.kernels.cpu.latent.selection import choose_keys
+from samebit.kernels.cpu.layers.attention import dense_call
+from samebit.kernels.cpu.layers.calls import run_layers
+from samebit.kernels.cpu.layers.ends import end_calls
+from samebit.kernels.cpu.layers.latent import latent_call
+from samebit.kernels.cpu.layers.sparse import sparse_call
 from samebit.kernels.cpu.linear import (
     add_gradient_of_inputs,
     gradient_of_inputs,

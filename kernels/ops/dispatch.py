@@ -108,7 +108,7 @@ class Operations(Protocol):
     def gated_backward(self, activation: str, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up."""
 
-    # samebit.kernels.ops.dense.gated
+    # samebit.kernels.ops.layers.gated
     def multiply_gated(
         self, activation: str, x: Tensor, layers: Sequence[Layer], *, kept: bool
     ) -> tuple[Tensor, Saved]:
@@ -257,7 +257,7 @@ class WholeCalls(Protocol):
     All but `sample` prepare a call, which `run_layers` makes.
     """
 
-    # samebit.kernels.ops.dense
+    # samebit.kernels.ops.layers
     def dense_call(
         self, weights: DenseWeights, context: ForwardContext, options: DenseOptions, terms: DenseTerms
     ) -> LayerCall:

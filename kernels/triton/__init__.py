@@ -2,7 +2,7 @@
 
 It imports `samebit.kernels.layout` and nothing else of the package. A file or folder has the name of its operation:
 `activation`, `attention` (with `splits`), `conv`, `heads`, `linear` (with `matmul`), `norm`, `rope`, `ssd`; `delta`,
-`dense`, `experts`, `latent` and `vocabulary` are folders. Gradients that have kernels of their own are in `gradients`,
+`layers`, `experts`, `latent` and `vocabulary` are folders. Gradients that have kernels of their own are in `gradients`,
 the sizes of tiles in `tiles`, what all are made of in `numeric`. The way through: `numeric`, `norm`, then `matmul` and
 the tiles it takes, then `attention`.
 

@@ -13,7 +13,7 @@ import torch
 from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import Layer, Saved
 from samebit.kernels.triton.activation import gated_forward
-from samebit.kernels.triton.dense.gated import multiply_both
+from samebit.kernels.triton.layers.gated import multiply_both
 from samebit.kernels.triton.matmul import multiply as multiply_tiles
 from samebit.kernels.triton.matmul import multiply_layers
 from samebit.kernels.triton.numeric import aligned

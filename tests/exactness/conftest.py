@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from samebit.kernels.binding.dense import one_call, step
-from samebit.kernels.cpu.dense import calls
+from samebit.kernels.binding.layers import one_call, step
+from samebit.kernels.cpu.layers import calls
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.ops.dense.calls import run_layers
+from samebit.kernels.ops.layers.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
 

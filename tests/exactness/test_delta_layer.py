@@ -9,7 +9,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.delta import layer as delta_layer
-from samebit.kernels.binding.dense import layer as dense_layer
+from samebit.kernels.binding.layers import attention as attention_layer
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
@@ -61,7 +61,7 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
         monkeypatch.setattr(module, name, counted)
 
     count(delta_layer, "delta_call")
-    count(dense_layer, "dense_call")
+    count(attention_layer, "dense_call")
     return calls
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from samebit.kernels import bind
-from samebit.kernels.binding.dense import one_call
-from samebit.kernels.binding.dense.known import KnownCall
+from samebit.kernels.binding.layers import one_call
+from samebit.kernels.binding.layers.known import KnownCall
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 

@@ -9,7 +9,7 @@ from peft import get_peft_model
 from torch import nn
 
 from samebit.kernels import bind
-from samebit.kernels.binding.dense import latent as latent_layer
+from samebit.kernels.binding.layers import latent as latent_layer
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from samebit.kernels import bind
-from samebit.kernels.binding.dense import latent as latent_layer
+from samebit.kernels.binding.layers import latent as latent_layer
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run

@@ -7,7 +7,7 @@ from torch import nn
 from samebit.kernels.binding.lora.forwards import linear_forward
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
-from samebit.kernels.ops.dense.gated import gated_linears
+from samebit.kernels.ops.layers.gated import gated_linears
 
 
 def gate_and_up(inputs: int, outputs: int, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> list[nn.Linear]:

@@ -106,7 +106,7 @@ def test_the_devices_do_not_know_each_other(imports: list[Import]) -> None:
 def test_layers_share_a_call_only_where_adapters_are_known() -> None:
     """`linears` and `gated_linears` know nothing of adapters beside a model: `projections` does."""
     users = {name for name, path in module_files().items() if re.search(r"\b(gated_)?linears\(", path.read_text())}
-    contracts = {"samebit.kernels.ops.linear", "samebit.kernels.ops.dense.gated"}
+    contracts = {"samebit.kernels.ops.linear", "samebit.kernels.ops.layers.gated"}
     assert users == contracts | {"samebit.kernels.binding.lora.forwards"}
 
 

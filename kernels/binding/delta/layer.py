@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
-from samebit.kernels.binding.dense.experts import block_behind
-from samebit.kernels.binding.dense.known import Found
-from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
-from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.layers.experts import block_behind
+from samebit.kernels.binding.layers.known import Found
+from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall

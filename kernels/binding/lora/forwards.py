@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
 from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters, Site
 from samebit.kernels.ops.activation import gated
-from samebit.kernels.ops.dense.gated import gated_linears
+from samebit.kernels.ops.layers.gated import gated_linears
 from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears, multiply, weight_and_bias
 from samebit.kernels.ops.lora.low_rank import add_checked, add_low_rank, known_terms
 from samebit.kernels.ops.rope import RotaryTables

@@ -20,10 +20,10 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, read, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.delta.mixer import Memory, Sizes, room_of_mixer, with_mixer
-from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record
-from samebit.kernels.cpu.dense.mlp import normed, with_mlp
-from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs
-from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record
+from samebit.kernels.cpu.layers.mlp import normed, with_mlp
+from samebit.kernels.cpu.layers.products import Kernels, product, product_by_tiles, product_of_pairs
+from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.layers.call import LayerCall

@@ -20,8 +20,8 @@ from samebit.kernels.cpu.delta.gates import gates_of_rows
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
 from samebit.kernels.cpu.delta.projections import with_projections
 from samebit.kernels.cpu.delta.rule import rule
-from samebit.kernels.cpu.dense.products import shared
-from samebit.kernels.cpu.dense.terms import terms_at
+from samebit.kernels.cpu.layers.products import shared
+from samebit.kernels.cpu.layers.terms import terms_at
 from samebit.kernels.cpu.norm.forward import gated_rms_norm_rows
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.layers.delta import MixerOptions

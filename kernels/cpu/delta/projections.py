@@ -12,8 +12,8 @@ import numpy as np
 from samebit.kernels.cpu.base.memory import NO_END, elements
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.products import shared
-from samebit.kernels.cpu.dense.terms import terms_at
+from samebit.kernels.cpu.layers.products import shared
+from samebit.kernels.cpu.layers.terms import terms_at
 
 _PRODUCTS = 16
 """Products that take the time of one element of a row-wise kernel."""

@@ -19,18 +19,6 @@ from samebit.kernels.cpu.base.memory import elements, floats, read, rows_at, tab
 from samebit.kernels.cpu.base.numeric import narrow, sigmoid, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record
-from samebit.kernels.cpu.dense.mlp import with_gated
-from samebit.kernels.cpu.dense.products import (
-    ROW_PARTS,
-    Kernels,
-    product,
-    product_by_tiles,
-    product_of_pairs,
-    shared,
-    write_widened,
-)
-from samebit.kernels.cpu.dense.terms import add_nothing
 from samebit.kernels.cpu.experts.forms import constants_of
 from samebit.kernels.cpu.experts.one_call import (
     KERNELS,
@@ -43,6 +31,18 @@ from samebit.kernels.cpu.experts.one_call import (
     is_one_call,
 )
 from samebit.kernels.cpu.experts.routing import RULE, Rule, choose_rows, rule_of
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record
+from samebit.kernels.cpu.layers.mlp import with_gated
+from samebit.kernels.cpu.layers.products import (
+    ROW_PARTS,
+    Kernels,
+    product,
+    product_by_tiles,
+    product_of_pairs,
+    shared,
+    write_widened,
+)
+from samebit.kernels.cpu.layers.terms import add_nothing
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights

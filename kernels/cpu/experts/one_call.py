@@ -18,13 +18,13 @@ from samebit.kernels.cpu.base.callee import call_at
 from samebit.kernels.cpu.base.jit import SharedKernel, called_kernel
 from samebit.kernels.cpu.base.memory import kind_of, read, rows_at, table
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.dense.products import shared
 from samebit.kernels.cpu.experts import grouped
 from samebit.kernels.cpu.experts.combine import add_up_rows
 from samebit.kernels.cpu.experts.forms import constants_of, kernel_of_form
 from samebit.kernels.cpu.experts.sorting import refusal_of, sort
 from samebit.kernels.cpu.gemm.few_rows import READING
 from samebit.kernels.cpu.gemm.grouped import Product
+from samebit.kernels.cpu.layers.products import shared
 from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights
 

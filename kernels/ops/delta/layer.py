@@ -10,8 +10,8 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerOptions
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.ops.dense.fitting import call_fits, weights_fit
 from samebit.kernels.ops.dispatch import whole_calls
+from samebit.kernels.ops.layers.fitting import call_fits, weights_fit
 
 
 def delta_call(

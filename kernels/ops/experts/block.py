@@ -8,8 +8,8 @@ import torch
 
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
-from samebit.kernels.ops.dense.fitting import weights_fit
 from samebit.kernels.ops.dispatch import whole_calls
+from samebit.kernels.ops.layers.fitting import weights_fit
 
 
 def block_call(x: torch.Tensor, weights: BlockWeights, options: BlockOptions) -> LayerCall | None:

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from samebit.kernels.triton.activation import gated_forward
-from samebit.kernels.triton.dense.gated import multiply_both
+from samebit.kernels.triton.layers.gated import multiply_both
 from samebit.kernels.triton.matmul import GROUP, multiply_first, multiply_layers
 from samebit.kernels.triton.numeric import aligned
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung

@@ -64,10 +64,10 @@ from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
 from samebit.kernels.triton import heads as head_proofs
 from samebit.kernels.triton.attention import Places
-from samebit.kernels.triton.dense.gated import multiply_both
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.heads import turn_and_write, turned_each
+from samebit.kernels.triton.layers.gated import multiply_both
 from samebit.kernels.triton.matmul import multiply, multiply_layers
 from samebit.kernels.triton.norm import added
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs

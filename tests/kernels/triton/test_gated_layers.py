@@ -11,10 +11,10 @@ from samebit.kernels.binding.lora.forwards import linear_forward
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.ops.activation import gated
-from samebit.kernels.ops.dense.gated import gated_linears
+from samebit.kernels.ops.layers.gated import gated_linears
 from samebit.kernels.triton import linear as operation
 from samebit.kernels.triton.activation import gated_forward
-from samebit.kernels.triton.dense.gated import multiply_both
+from samebit.kernels.triton.layers.gated import multiply_both
 from samebit.kernels.triton.linear import multiply, multiply_gated
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined

@@ -1,4 +1,4 @@
-"""Bind a decoder layer as one call in a rollout: `layer` of attention and an MLP, `latent` of attention over latents,
+"""Bind a decoder layer as one call in a rollout: `attention` with an MLP, `latent` of attention over latents,
 `experts` of the experts behind either; `one_call` makes the call, and `decoder` those of all layers;
 `step` makes one of a whole step, from token ids to logits.
 

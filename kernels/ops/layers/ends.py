@@ -13,8 +13,8 @@ import torch
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.ends import EndWeights
-from samebit.kernels.ops.dense.fitting import weights_fit
 from samebit.kernels.ops.dispatch import whole_calls
+from samebit.kernels.ops.layers.fitting import weights_fit
 
 
 class Ends(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebit.kernels.binding.dense.untouched import product_of
+from samebit.kernels.binding.layers.untouched import product_of
 from samebit.kernels.binding.lora.forwards import LinearFacts
 from samebit.kernels.binding.modules import MLPFacts
 from samebit.kernels.layout.forward_context import ForwardContext

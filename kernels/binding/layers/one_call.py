@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from samebit.kernels.binding.dense.known import Found, LayerFacts, known_weights
 from samebit.kernels.binding.experts.routes import installed_notes
+from samebit.kernels.binding.layers.known import Found, LayerFacts, known_weights
 from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.ops.dense.calls import run_layers
 from samebit.kernels.ops.experts.block import block_call
+from samebit.kernels.ops.layers.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
 _Prepared = tuple[Any, LayerFacts, LayerCall, LayerCall | None]

@@ -24,10 +24,10 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, table, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record, work_of
-from samebit.kernels.cpu.dense.mlp import normed, with_mlp
-from samebit.kernels.cpu.dense.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
-from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record, work_of
+from samebit.kernels.cpu.layers.mlp import normed, with_mlp
+from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
+from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.layers.call import LayerCall

@@ -14,7 +14,7 @@ from samebit.kernels.cpu.base.memory import elements, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.products import ROW_PARTS, shared
+from samebit.kernels.cpu.layers.products import ROW_PARTS, shared
 from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.layout.grids import LANES
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samebit.kernels import bind
-from samebit.kernels.binding.dense import layer as dense_layer
+from samebit.kernels.binding.layers import attention as attention_layer
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
@@ -27,7 +27,7 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each layer had that was computed in one call."""
     rows: list[int] = []
-    prepare = dense_layer.dense_call
+    prepare = attention_layer.dense_call
 
     def counted(x: torch.Tensor, *arguments: object) -> LayerCall | None:
         call = prepare(x, *arguments)
@@ -35,7 +35,7 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             rows.append(x.shape[-2])
         return call
 
-    monkeypatch.setattr(dense_layer, "dense_call", counted)
+    monkeypatch.setattr(attention_layer, "dense_call", counted)
     return rows
 
 

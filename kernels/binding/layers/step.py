@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from samebit.kernels.binding.dense.decoder import runs_plainly
-from samebit.kernels.binding.dense.known import Found, KnownCall, kept_calls, known_layers
-from samebit.kernels.binding.dense.one_call import all_in_one, one_call_forward
-from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.experts.routes import installed_notes
+from samebit.kernels.binding.layers.decoder import runs_plainly
+from samebit.kernels.binding.layers.known import Found, KnownCall, kept_calls, known_layers
+from samebit.kernels.binding.layers.one_call import all_in_one, one_call_forward
+from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import (
     DecoderFacts,
     NormFacts,
@@ -27,8 +27,8 @@ from samebit.kernels.binding.modules import (
 )
 from samebit.kernels.layout.forward_context import ForwardContext, installed_context
 from samebit.kernels.layout.layers.ends import EndWeights
-from samebit.kernels.ops.dense.calls import run_layers
-from samebit.kernels.ops.dense.ends import end_calls
+from samebit.kernels.ops.layers.calls import run_layers
+from samebit.kernels.ops.layers.ends import end_calls
 from samebit.kernels.ops.linear import is_hooked, is_plain, weight_and_bias
 
 

@@ -1,4 +1,4 @@
-"""Compute a decoder layer as one kernel on the CPU: `layer` of attention and a gated MLP, `latent` of attention over
+"""Compute a decoder layer as one kernel on the CPU: `attention` with a gated MLP, `latent` of attention over
 latents, `sparse` of that to chosen tokens; `ends` are what stands before and behind all layers.
 
 `calls` calls such kernels, also those of other folders, one after the other. Inside of one `products` multiplies,

@@ -10,8 +10,8 @@ import numpy as np
 
 from samebit.kernels.cpu.base.memory import read
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.dense.products import shared
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
+from samebit.kernels.cpu.layers.products import shared
 from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 

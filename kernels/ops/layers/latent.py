@@ -14,8 +14,8 @@ from samebit.kernels.layout.layers.latent import (
     LatentTerms,
     LatentWeights,
 )
-from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.dispatch import whole_calls
+from samebit.kernels.ops.layers.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.rope import RotaryTables
 
 

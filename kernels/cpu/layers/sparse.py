@@ -21,12 +21,12 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, pointer, read, table, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense import latent
-from samebit.kernels.cpu.dense.calls import kernel_at, record
-from samebit.kernels.cpu.dense.products import ROW_PARTS, Kernels, product, shared, write_widened
-from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
 from samebit.kernels.cpu.latent.index import select_part
 from samebit.kernels.cpu.latent.selection import Plan, chosen_of
+from samebit.kernels.cpu.layers import latent
+from samebit.kernels.cpu.layers.calls import kernel_at, record
+from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, shared, write_widened
+from samebit.kernels.cpu.layers.terms import NO_TERMS, add_adapter, add_nothing, terms_of
 from samebit.kernels.cpu.norm.forward import layer_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext

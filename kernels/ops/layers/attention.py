@@ -9,8 +9,8 @@ import torch
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
-from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.dispatch import whole_calls
+from samebit.kernels.ops.layers.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.rope import RotaryTables
 
 

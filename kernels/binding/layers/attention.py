@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.experts import block_behind
-from samebit.kernels.binding.dense.known import Found
-from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
-from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.layers.experts import block_behind
+from samebit.kernels.binding.layers.known import Found
+from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import (
     AttentionFacts,
     NormFacts,
@@ -27,7 +27,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
-from samebit.kernels.ops.dense.layer import dense_call
+from samebit.kernels.ops.layers.attention import dense_call
 from samebit.kernels.ops.rope import RotaryTables
 
 

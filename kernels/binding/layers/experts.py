@@ -5,9 +5,6 @@ What the block computes stands in the facts that `bind` gave to it and to its mo
 
 from typing import Any
 
-from samebit.kernels.binding.dense.known import Block
-from samebit.kernels.binding.dense.linears import is_plain_mlp, linears_of
-from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.experts.forwards import (
     BlockFacts,
     ExpertFacts,
@@ -17,6 +14,9 @@ from samebit.kernels.binding.experts.forwards import (
     router_forward,
 )
 from samebit.kernels.binding.experts.plan import CORRECTION
+from samebit.kernels.binding.layers.known import Block
+from samebit.kernels.binding.layers.linears import is_plain_mlp, linears_of
+from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import mlp_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.experts import block_behind
-from samebit.kernels.binding.dense.known import Found
-from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
-from samebit.kernels.binding.dense.untouched import product_of, runs
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
 from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward, weights_forward
+from samebit.kernels.binding.layers.experts import block_behind
+from samebit.kernels.binding.layers.known import Found
+from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.layers.untouched import product_of, runs
 from samebit.kernels.binding.modules import NormFacts, layer_norm_forward, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
@@ -31,7 +31,7 @@ from samebit.kernels.layout.layers.latent import (
     LatentTerms,
     LatentWeights,
 )
-from samebit.kernels.ops.dense.latent import latent_call, sparse_call
+from samebit.kernels.ops.layers.latent import latent_call, sparse_call
 from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.rope import RotaryTables
 

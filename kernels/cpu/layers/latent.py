@@ -22,13 +22,13 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, pointer, read, table, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record, work_of
-from samebit.kernels.cpu.dense.mlp import normed, with_mlp
-from samebit.kernels.cpu.dense.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
-from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.cpu.gemm import heads as products_of_heads
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.operation import most_heads_together
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record, work_of
+from samebit.kernels.cpu.layers.mlp import normed, with_mlp
+from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
+from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from samebit.kernels.binding.dense.known import known_layers
-from samebit.kernels.binding.dense.one_call import all_computed, computed, one_call_forward
+from samebit.kernels.binding.layers.known import known_layers
+from samebit.kernels.binding.layers.one_call import all_computed, computed, one_call_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.rope import RotaryTables

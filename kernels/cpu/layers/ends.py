@@ -18,8 +18,8 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import copy, elements, longs, read, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.calls import call_and_step, kernel_at, record
-from samebit.kernels.cpu.dense.products import (
+from samebit.kernels.cpu.layers.calls import call_and_step, kernel_at, record
+from samebit.kernels.cpu.layers.products import (
     ROW_PARTS,
     Kernels,
     product,
