@@ -39,7 +39,8 @@ def _hashed(file: str) -> bytes:
 
 
 def sources_of(function: Callable[..., None]) -> bytes:
-    """Return a digest of all that a function can be made of: its file, and those of its package and ours behind it."""
+    """Return a digest of all that a function can be made of: its file, and those of its package and ours behind it; and
+    of its module's name, which its machine code looks up."""
     packages = ("samebit", function.__module__.partition(".")[0])
     first = inspect.getfile(function)
     files, new = {first}, [first]
@@ -47,7 +48,7 @@ def sources_of(function: Callable[..., None]) -> bytes:
         found = _imported(new.pop(), packages) - files
         files |= found
         new.extend(found)
-    return hashlib.sha256(b"".join(sorted(map(_hashed, files)))).digest()
+    return hashlib.sha256(b"".join([function.__module__.encode(), *sorted(map(_hashed, files))])).digest()
 
 
 class _Index(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
