@@ -11,7 +11,7 @@ import pytest
 
 from .imports import PACKAGES, ROOT
 
-NOT_READ = ("README.md", "benchmarks/results/")
+NOT_READ = ("README.md", "benchmarks/notes/", "benchmarks/results/")
 """Ends, and beginnings, of the names of files that are for people alone."""
 
 
