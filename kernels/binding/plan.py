@@ -22,7 +22,7 @@ from samebit.kernels.binding.layers.attention import facts_of
 from samebit.kernels.binding.layers.latent import facts_of as facts_of_latent
 from samebit.kernels.binding.layers.one_call import one_call_forward
 from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
-from samebit.kernels.binding.lora.plan import AdapterPlan
+from samebit.kernels.binding.lora.plan import ADAPTABLE, AdapterPlan
 from samebit.kernels.binding.mamba_plan import MixerPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
@@ -172,16 +172,17 @@ class Plan:
         if wrapped is None:
             return None
         parts = [plan for plan in (self.experts, self.latent) if plan is not None]
-        in_indexer = self.latent is not None and self.latent.is_of_indexer(name)
-        if name == "lm_head" or in_indexer or any(plan.computes(name) for plan in parts):
+        if name == "lm_head" or self._in_indexer(name) or any(plan.computes(name) for plan in parts):
             raise BindingError(
-                f"{self.family.prefix}: an adapter on {name}, which is not bound exactly; exact are adapters on linear "
-                "layers other than the head, routers, the kv_b_proj of latent attention, and the indexer of sparse "
-                "attention, which has no gradient"
+                f"{self.family.prefix}: an adapter on {name}, which is not bound exactly; exact are adapters on "
+                f"{ADAPTABLE}"
             )
         if not self.exact:
             raise BindingError(f"{self.family.prefix}: exact=False computes no adapters, and {name} has one")
         return wrapped
+
+    def _in_indexer(self, name: str) -> bool:
+        return self.latent is not None and self.latent.is_of_indexer(name)
 
     def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
         """Return the forwards of the modules that torch computes too, only with bits that depend on the batch."""
@@ -193,7 +194,7 @@ class Plan:
         if kind == family.class_name("RMSNorm"):
             return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)
         if type(module) is nn.Linear:
-            return linear_forward, LinearFacts(name)
+            return linear_forward, None if self._in_indexer(name) else LinearFacts(name)  # no adapter can name it
         if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
             return (bound.layer_norm_forward,)
         return None

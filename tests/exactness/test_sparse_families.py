@@ -16,7 +16,7 @@ from samebit.kernels import BindingError, bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.latent import indexer
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import AdapterError, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.audit import audit as check
 from samebit.rollout.audit.choices import choices_apart
 from samebit.rollout.audit.compare import Row
@@ -206,6 +206,14 @@ def test_adapters_on_the_other_projections() -> None:
     model = bind(adapted(make_model(SPARSE[0]), "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"))
     outputs, _ = run(model, SEQUENCES, [PARAMS] * 5)
     assert_matches_trainer(model, outputs, [PARAMS] * 5)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_an_adapter_that_reaches_an_indexer_is_not_loaded(family: str) -> None:
+    """Steps in one call would leave it out, and those of modules not: bits would depend on what is cached."""
+    said = r"model\.layers\.0\.self_attn\.indexer\.wk .exact are .*indexer of sparse attention, which has no gradient"
+    with RolloutWorker(make_model(family)) as worker, pytest.raises(AdapterError, match=said):
+        worker.load_adapter("policy", {}, config=LoraConfig(r=4, target_modules=["o_proj", "wk"]))
 
 
 def test_what_is_refused() -> None:

@@ -13,7 +13,7 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
 from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
-from samebit.kernels.binding.lora.plan import check_configs, listed, refusals
+from samebit.kernels.binding.lora.plan import ADAPTABLE, check_configs, listed, refusals
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.layout.lora.adapters import Delta
 
@@ -84,5 +84,5 @@ def _misplaced(name: str, layer: nn.Module, model: nn.Module) -> list[str]:
     """Say why the layer of ``model`` takes no adapter; empty where it does."""
     own = dict(inner_model(model).named_modules()).get(name)
     if own is None or not binding_of(model).exact or not isinstance(own.__dict__.get("samebit"), LinearFacts):
-        return [f"{name} (exact are linear layers other than the head and routers)"]
+        return [f"{name} (exact are {ADAPTABLE})"]
     return []

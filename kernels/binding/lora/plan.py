@@ -20,6 +20,12 @@ Bound = tuple[Callable[..., Any], Any]
 HOLDERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 """Name the containers of a wrapped layer."""
 
+ADAPTABLE = (
+    "linear layers other than the head, routers, the kv_b_proj of latent attention, and the indexer of sparse "
+    "attention, which has no gradient"
+)
+"""Says which layers an adapter may change."""
+
 _MERGED = attrgetter("merged_adapters")
 
 _NAMED_AT_ONCE = 4
