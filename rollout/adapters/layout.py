@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from samebit.kernels import BindingError
+from samebit.kernels.binding import binding_of
 from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes
 from samebit.kernels.binding.lora.plan import check_config
+from samebit.rollout.adapters.names_with_vision import layers_named, names_vision
 from samebit.rollout.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
@@ -53,7 +55,10 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
         skeleton = type(module)(copy.deepcopy(module.config))
     try:
         check_config("default", checked)  # as peft calls it below
-        shapes = delta_shapes(get_peft_model(skeleton, plain), module)
+        wrapped = binding_of(module).family.wrapped
+        with layers_named(skeleton, vision=names_vision(checked) if wrapped else None):
+            adapted = get_peft_model(skeleton, plain)
+        shapes = delta_shapes(adapted, module)
     except BindingError as error:
         raise AdapterError(str(error)) from None
     except ValueError as error:

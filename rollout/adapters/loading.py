@@ -4,7 +4,8 @@ Invariants
 ----------
 * The tensors are checked as those of a model are: every one that the config promises, of its shape, finite; half an
   adapter is refused. Nothing is known of the adapter until all of it is there.
-* Tensors may have the names of peft's files, of a peft model's state dict, or of the model inside it.
+* Tensors may have the names of peft's files, of a peft model's state dict, or of the model inside it; with vision
+  around the text model or without. Those of vision are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
+from samebit.kernels.binding import binding_of
 from samebit.kernels.binding.lora.loaded import new_delta, tree_of
 from samebit.kernels.layout.lora.adapters import Adapter, new_number
 from samebit.rollout.adapters.layout import config_of, layout_of
@@ -24,6 +26,7 @@ from samebit.rollout.errors import AdapterError
 from samebit.rollout.models.hub import model_folder
 from samebit.weight_sync import Manifest, SyncReport, UpdateTerms, open_update
 from samebit.weight_sync.adapter_names import PREFIX, AdapterNames
+from samebit.weight_sync.folder_names import ignored_names
 
 IN_FLIGHT = ("finish", "abort")
 
@@ -106,7 +109,8 @@ def read_adapter(
     sides = {f"{PREFIX}{layer}.lora_A": delta.down for layer, delta in deltas.items()}
     sides |= {f"{PREFIX}{layer}.lora_B": delta.up for layer, delta in deltas.items()}
     tree = tree_of(sides)
-    manifest = replace(Manifest.of(tree), names=AdapterNames())
+    names = AdapterNames(ignored=ignored_names(module), wrapped=binding_of(module).family.wrapped)
+    manifest = replace(Manifest.of(tree), names=names)
     terms = UpdateTerms(cast=options.autocast)
     with open_update(source, tree, manifest, terms, version=version - 1) as update:
         report = update.write(tree, version=version)

@@ -13,6 +13,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.rollout.adapters.layout import NO_PEFT
+from samebit.rollout.adapters.names_with_vision import WITH_VISION, layers_named
 from samebit.rollout.adapters.registry import FIRST
 from samebit.rollout.audit.compare import Row, compare, reported, worst
 from samebit.rollout.audit.trainer_layouts import Sample, packed
@@ -21,6 +22,7 @@ from samebit.rollout.errors import AdapterError
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
+from samebit.weight_sync.source import open_source
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,11 @@ class TrainersAdapter:
             from peft import PeftModel
         except ImportError as error:
             raise AdapterError(NO_PEFT) from error
-        adapted: Any = PeftModel.from_pretrained(copy.deepcopy(base), str(folder))
+        model = copy.deepcopy(base)
+        with open_source(folder) as saved:
+            vision = any(WITH_VISION in name for name in saved.specs())
+        with layers_named(model, vision=vision):
+            adapted: Any = PeftModel.from_pretrained(model, str(folder))
         merged = copy.deepcopy(adapted).merge_and_unload()
         return cls(bind(adapted), bind(base), bind(merged), folder)
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.audit import audit
+from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.rollout.cli import main
 from samebit.rollout.errors import ModelLoadError
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
+from samebit.weight_sync.manifest import TensorSpec
 
 from .compare import assert_matches_trainer
 from .families import CAMPAIGN, make_model, make_wrapped, token_ids
 from .layouts import alone, assert_same_bits
+from .lora import wake
 
 FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
 SEQUENCES = token_ids(40, 3, 70)
@@ -35,11 +42,15 @@ def wrapped() -> PreTrainedModel:
 
 
 def as_text(model: PreTrainedModel) -> PreTrainedModel:
-    """The text model alone, with the weights of a wrapped one."""
+    """The text model alone, bound, with the weights of a wrapped one."""
+    return bind(text_of(model))
+
+
+def text_of(model: PreTrainedModel) -> PreTrainedModel:
     alone = make_model("Qwen3_5")
     state = {name.replace(".language_model.", "."): tensor for name, tensor in model.state_dict().items()}
     alone.load_state_dict({name: tensor for name, tensor in state.items() if ".visual." not in name})
-    return bind(alone)
+    return alone
 
 
 def check(worker: RolloutWorker, model: PreTrainedModel) -> None:
@@ -152,6 +163,90 @@ def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
         RolloutWorker(tmp_path)
     with RolloutWorker(make_model("Qwen3_5")) as worker, pytest.raises(WeightMismatchError, match="2 unknown: "):
         worker.receive_weights(tmp_path)
+
+
+ADAPTERS = {
+    "names": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "in_proj_qkv", "down_proj"]),
+    "all": LoraConfig(r=3, target_modules="all-linear"),  # those of vision too, which no text reaches
+    "patterns": LoraConfig(
+        r=4,
+        target_modules=r"model\.language_model\.layers\.\d+\.(self_attn\.q|mlp\.down)_proj",
+        rank_pattern={"model.language_model.layers.0.mlp.down_proj": 2},
+        alpha_pattern={r"model\.language_model\.layers\.[01]\.mlp\.down_proj": 40},
+    ),
+}
+THROUGH = SamplingParams(max_tokens=7, seed=5, ignore_eos=True, adapter="policy")
+
+
+def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """A trainer's model with an adapter that computes something, not yet bound."""
+    trainer = get_peft_model(model, copy.deepcopy(config))
+    wake(trainer)
+    return trainer
+
+
+def check_adapter(worker: RolloutWorker, trainer: PeftModel, params: SamplingParams = THROUGH) -> None:
+    assert_matches_trainer(trainer, worker.generate(SEQUENCES, params), [params] * len(SEQUENCES))
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_trained_with_vision_is_served_by_the_text_model(kind: str, tmp_path: Path) -> None:
+    model = make_wrapped("Qwen3_5")
+    text = as_text(model)
+    trainer = bind(adapted(model, ADAPTERS[kind]))
+    trainer.save_pretrained(tmp_path)
+    tensors = get_peft_model_state_dict(trainer)
+    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items() if ".visual." not in name}
+    with RolloutWorker(text, config=CHUNK) as worker:
+        for source in (tmp_path, tensors, WeightStream(specs, ((name, tensors[name]) for name in specs))):
+            worker.load_adapter("policy", source, config=ADAPTERS[kind])
+            check_adapter(worker, trainer)
+            worker.drop_adapter("policy")
+
+
+@pytest.mark.parametrize("kind", ["names", "patterns"])
+def test_an_adapter_of_the_text_model_is_served_with_vision_around(kind: str) -> None:
+    model = make_wrapped("Qwen3_5")
+    config = copy.deepcopy(ADAPTERS[kind])
+    if kind == "patterns":
+        config.target_modules = config.target_modules.replace(r"language_model\.", "")
+        for name in ("rank_pattern", "alpha_pattern"):
+            patterns = getattr(config, name).items()
+            setattr(config, name, {re.sub(r"language_model\\?\.", "", key): value for key, value in patterns})
+    trainer = bind(adapted(text_of(model), config))
+    with RolloutWorker(model, config=CHUNK) as worker:
+        worker.load_adapter("policy", get_peft_model_state_dict(trainer), config=config)
+        check_adapter(worker, trainer)
+
+
+@pytest.mark.parametrize("kind", ["all", "patterns"])
+def test_a_folder_of_an_adapter_trained_with_vision(kind: str, tmp_path: Path) -> None:
+    """Its model loads as text, in a worker and in a check."""
+    model = make_wrapped("Qwen3_5")
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
+    trainer = adapted(model, ADAPTERS[kind])
+    trainer.save_pretrained(tmp_path / "adapter")
+    with RolloutWorker(tmp_path / "adapter", config=CHUNK) as worker:
+        check_adapter(worker, bind(trainer), FEW)
+    as_peft = TrainersAdapter.of(make_model("Qwen3_5"), tmp_path / "adapter")
+    expected, found = matrices(trainer), matrices(as_peft.model)
+    assert {name: torch.equal(tensor, found[name]) for name, tensor in expected.items()} == dict.fromkeys(found, True)
+
+
+def matrices(trainer: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of an adapter on text, by the names of the text model alone."""
+    found = {name.replace(".language_model.", "."): one for name, one in trainer.named_parameters()}
+    return {name: one for name, one in found.items() if ".lora_" in name and ".visual." not in name}
+
+
+def test_another_model_with_vision_is_another_model(tmp_path: Path) -> None:
+    """Qwen3 is never wrapped: what has such names was trained on another."""
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    tensors = get_peft_model_state_dict(get_peft_model(make_model("Qwen3"), config))
+    other = {name.replace("model.layers.", "model.language_model.layers."): one for name, one in tensors.items()}
+    with RolloutWorker(make_model("Qwen3")) as worker, pytest.raises(WeightMismatchError, match=r"\d unknown: "):
+        worker.load_adapter("policy", other, config=config)
 
 
 @pytest.mark.soak

@@ -1,0 +1,50 @@
+"""Let peft find the layers of a model by the names of the one that an adapter was trained on.
+
+Hugging Face has a text model alone, its layers under `model.`, and inside of one with vision, under
+`model.language_model.`. An adapter's config may name them either way, in lists or in regular expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+WITH_VISION = "language_model"
+"""Names the text model in the model with vision."""
+
+_ALONE = re.compile(r"\bmodel\\?\.layers\b")
+
+
+def names_vision(config: Any) -> bool | None:
+    """Return whether a ``LoraConfig`` names layers of a model with vision; None where its names are those of both."""
+    asked = (config.target_modules, config.exclude_modules, config.layers_pattern)
+    patterns = [*config.rank_pattern, *config.alpha_pattern]
+    for given in asked:
+        patterns += [given] if isinstance(given, str) else list(given or ())
+    if any(WITH_VISION in pattern for pattern in patterns):
+        return True
+    return False if any(map(_ALONE.search, patterns)) else None
+
+
+@contextmanager
+def layers_named(model: nn.Module, *, vision: bool | None) -> Iterator[None]:
+    """Give the layers of a model the names that they have with vision around it, or without, for a while; None leaves
+    its own."""
+    own = model.get_submodule("model")
+    text = dict(own.named_children()).get(WITH_VISION)
+    if vision is None or vision is (text is not None):
+        yield
+        return
+    named = text
+    if named is None:
+        named = nn.Module()
+        named.add_module(WITH_VISION, own)
+    model.add_module("model", named)
+    try:
+        yield
+    finally:
+        model.add_module("model", own)
