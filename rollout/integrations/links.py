@@ -152,7 +152,7 @@ class Sources:
         if isinstance(source, OnMachine):
             idle = [one for one, line in self._lines.items() if isinstance(one, OnMachine) and not line.users]
             for one in idle[:-MOST_IDLE]:
-                self._lines.pop(one).link.close()
+                self._lines.pop(one).link.leave()
 
 
 def _at_hand(source: object) -> str | Path | None:

@@ -31,7 +31,7 @@ from samebit.weight_sync import (
 from samebit.weight_sync.digest import Lanes
 from samebit.weight_sync.transports.cuda.memory import MemoryHandle
 from samebit.weight_sync.transports.shared_memory import SharedFile
-from samebit.weight_sync.transports.unix_socket import Free, Full, NoMemory
+from samebit.weight_sync.transports.unix_socket import Free, Full, Left, NoMemory
 from samebit.weight_sync.wire.buckets import BucketHeader, BucketWriter, Ending, Kind, RecordHeader, open_records
 from samebit.weight_sync.wire.decoding import decode, encode
 from samebit.weight_sync.wire.link import MOST_BYTES, Announcement, Answer, Base, Outcome
@@ -52,6 +52,7 @@ MESSAGES = [
     Full(3, 1, HEADER, (RecordHeader(0, Kind.BITMAP, 64, 9, 1 << 63),)),
     Full(3, 0, HEADER, ()),
     Free(3, 1),
+    Left(),
     NoMemory("none"),
     SharedFile(),
     MemoryHandle("GPU-1", 2048, "ab" * 64, 4096, 512, "cd" * 20, 3, "ef" * 64, True),

@@ -67,6 +67,15 @@ class Free:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Says that the receiver closes a line on which nothing was under way, and will call again for the next sync."""
+
+
+_Said = Answer | Free | Outcome | Left
+"""What a receiver says."""
+
+
+@dataclass(frozen=True)
 class NoMemory:
     """Comes in place of the memory, when the sender could not reserve any."""
 
@@ -97,13 +106,21 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
         self._sync += 1
         self._free = list(range(NUM_BUCKETS))
         self._outcome = None
-        self._call(replace(announcement, sync=self._sync), self._memory)
-        self.patience.begin()
-        message = self._next()
+        announced = replace(announcement, sync=self._sync)
+        message = self._asked(announced, self._memory)
+        if isinstance(message, Left):  # it was idle there, and comes again for this sync
+            self._hang_up()
+            message = self._asked(announced, self._memory)
         if not isinstance(message, Answer):
             raise self._misunderstood(message)
         self.patience.begin()
         return message
+
+    def _asked(self, announcement: Announcement, memory: Memory) -> _Said:
+        """Announce, and return what the receiver says to it."""
+        self._call(announcement, memory)
+        self.patience.begin()
+        return self._next()
 
     def _reserve(self) -> Memory:
         """Reserve the memory; when there is no room for it, tell the receiver too."""
@@ -179,14 +196,14 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
                 raise PeerLostError("the link was closed before a receiver connected") from error
             raise PeerLostError(f"no receiver can connect: {error}") from error
 
-    def _next(self) -> Answer | Free | Outcome:
-        """Wait for the next message of this sync."""
+    def _next(self) -> _Said:
+        """Wait for the next message of this sync, or the last of the line."""
         while True:
-            message: Answer | Free | Outcome = self._connected().receive(Answer, Free, Outcome)
-            if message.sync == self._sync:
+            message: _Said = self._connected().receive(Answer, Free, Outcome, Left)
+            if isinstance(message, Left) or message.sync == self._sync:
                 return message
 
-    def _take(self, message: Answer | Free | Outcome) -> None:
+    def _take(self, message: _Said) -> None:
         if isinstance(message, Free) and message.bucket not in self._free:
             self._free.append(message.bucket)
             self.patience.begin()
@@ -264,6 +281,12 @@ class SocketReceiver(ReceiverLink, Generic[Memory]):
         self._held = None
         self._say(replace(outcome.shortened(_LONGEST_REASON), sync=self._sync))
 
+    def leave(self) -> None:
+        self.patience.begin()
+        with suppress(SyncBrokenError):  # also the sender may have hung up
+            self._say(Left())
+        self.close()
+
     def close(self) -> None:
         with self._mutex:
             self._closed = True
@@ -308,7 +331,7 @@ class SocketReceiver(ReceiverLink, Generic[Memory]):
             self._hang_up()
             raise
 
-    def _say(self, message: Answer | Free | Outcome) -> None:
+    def _say(self, message: _Said) -> None:
         try:
             self._connected().send(message)
         except SyncBrokenError:

@@ -186,3 +186,8 @@ class ReceiverLink(Closing, ABC):
     @abstractmethod
     def tell_outcome(self, outcome: Outcome) -> None:
         """Tell the sender how the sync ended."""
+
+    def leave(self) -> None:
+        """Close an end on which nothing is under way; a sender that calls there just now waits for the next to come,
+        where its link can."""
+        self.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -71,6 +73,36 @@ def test_a_link_that_an_update_uses_is_not_closed_for_another() -> None:
         refused(sources, sender)  # one whose link was closed is called again
         sender.close()
     sources.close()
+
+
+def test_a_sender_that_called_on_a_line_which_made_room_is_taken_on_another() -> None:
+    """It had announced before the line was closed, and got no answer there."""
+    sources = Sources()
+    with ThreadPoolExecutor(2) as other, ExitStack() as stack:
+        first, *waiting = [stack.enter_context(small_sender()) for _ in range(MOST_IDLE + 2)]
+        idle, *_ = [refused(sources, sender) for sender in waiting]
+        sent = other.submit(waiting[0].send, WEIGHTS)
+        wait_for_message(idle)
+        refused(sources, first)
+        assert idle._closed
+        taken = other.submit(refuse_next, sources, waiting[0])
+        with pytest.raises(SyncRefusedError, match="not now"):
+            sent.result()
+        taken.result()
+    sources.close()
+
+
+def wait_for_message(link: SharedMemoryReceiver) -> None:
+    """Wait until there is something to receive, and leave it there."""
+    assert link._channel is not None
+    connected = link._channel._socket
+    connected.settimeout(HANG)
+    assert connected.recv(1, socket.MSG_PEEK)
+
+
+def refuse_next(sources: Sources, sender: SharedMemorySender) -> None:
+    with sources.opened(SharedMemoryAt(sender.address, HANG)) as link:
+        refuse(link)
 
 
 def test_a_sender_that_was_given_up_may_send_to_another_receiver() -> None:
