@@ -281,7 +281,8 @@ class RolloutWorker(Closing):
 
         The keywords are those of `AdapterOptions`: `config`, `version`, `autocast`, `in_flight`, `revision`.
         """
-        return self._adapters.load(name, source, AdapterOptions(**options))
+        with gone_through(source):
+            return self._adapters.load(name, source, AdapterOptions(**options))
 
     def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
         """Forget a loaded adapter: requests that have begun end under it, or with what they have for "abort"."""

@@ -23,6 +23,7 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.pausing import check_pause_mode
 from samebit.rollout.control.sleep import check_sleep, check_tags
+from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
@@ -201,7 +202,8 @@ class Fleet(Closing):
         """Let all replicas take an adapter, or a new version of it, from a folder in peft's format that each can read.
         Where one refuses it, none has it. The keywords are those of `AdapterOptions`.
         """
-        return self._adapters.load(name, source, options)
+        with gone_through(source):
+            return self._adapters.load(name, source, options)
 
     def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
         """Forget a loaded adapter, as `RolloutWorker.drop_adapter`, on all replicas."""

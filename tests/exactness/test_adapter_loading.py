@@ -13,9 +13,17 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 from samebit.kernels import bind
-from samebit.rollout import AdapterError, RequestError, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import (
+    AdapterError,
+    RequestError,
+    RolloutConfig,
+    RolloutWorker,
+    SamplingParams,
+    WorkerStateError,
+)
 from samebit.weight_sync import NonFiniteWeightError, SharedMemoryReceiver, SharedMemorySender, WeightMismatchError
 
+from ..noted_stream import noted_stream
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import CAMPAIGN, make_model, token_ids
@@ -236,3 +244,35 @@ def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: 
     with pytest.raises(ValueError, match="is in both"):
         worker.load_adapter("policy", folder)
     assert_same_samples(worker.generate(PROMPTS, params()), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("new", {}, AdapterError),  # nothing says which layers
+        ("", {"config": lora_config()}, AdapterError),
+        ("new", {"config": lora_config(), "version": 0}, AdapterError),
+        ("new", {"config": lora_config(), "revision": "main"}, AdapterError),
+        ("new", {"config": lora_config(), "in_flight": "keep"}, AdapterError),
+        ("new", {"config": lora_config(target_modules=["lm_head"])}, AdapterError),
+        ("new", {"config": lora_config(3)}, WeightMismatchError),
+        ("new", {"colour": "red"}, TypeError),
+    ],
+)
+def test_the_stream_of_an_adapter_that_is_refused_is_gone_through(
+    policy: PeftModel, worker: RolloutWorker, name: str, options: dict[str, Any], error: type[Exception]
+) -> None:
+    """The trainer's other ranks gather it too, and would wait."""
+    gathered: list[str] = []
+    with pytest.raises(error):
+        worker.load_adapter(name, noted_stream(tensors(policy), gathered), **options)
+    assert gathered == [*tensors(policy)]
+
+
+def test_a_closed_worker_goes_through_the_stream_of_an_adapter(policy: PeftModel) -> None:
+    gathered: list[str] = []
+    with RolloutWorker(make_model("Qwen3", num_hidden_layers=1), config=CONFIG) as worker:
+        pass
+    with pytest.raises(WorkerStateError, match="closed"):
+        worker.load_adapter("new", noted_stream(tensors(policy), gathered), config=lora_config())
+    assert gathered == [*tensors(policy)]

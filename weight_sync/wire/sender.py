@@ -86,11 +86,7 @@ class WeightSender(Closing):
             SyncBrokenError: a receiver went away, took too long, or failed.
             NonFiniteWeightError: NaN or infinity; receivers that had begun to write have incomplete weights.
         """
-        if not isinstance(delta, bool):
-            raise ValueError(f"delta must be True or False, got {delta!r}")
         stream = _as_stream(weights, dtype)
-        if not delta:
-            self._base = _DeltaBase()
         try:
             return self._send(stream, delta)
         except BaseException:
@@ -102,6 +98,10 @@ class WeightSender(Closing):
         self.link.close()
 
     def _send(self, stream: WeightStream, delta: bool) -> SendReport:
+        if not isinstance(delta, bool):
+            raise ValueError(f"delta must be True or False, got {delta!r}")
+        if not delta:
+            self._base = _DeltaBase()
         began = time.monotonic()
         base = self._base.known if self._base.tensors.keys() == stream.specs.keys() else None
         specs = tuple(stream.specs.values())
@@ -230,6 +230,7 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
     if not isinstance(weights, WeightStream):
         raise TypeError(f"weights are a module, a dict of tensors or a WeightStream, not a {type(weights).__name__}")
     if dtype is not None:
+        _exhaust(weights)
         raise ValueError("dtype= casts a module or a dict; a WeightStream gives its tensors as it announced them")
     return weights
 

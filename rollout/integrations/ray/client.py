@@ -193,12 +193,13 @@ class RayWorker(Closing):
         """Take an adapter as `RolloutWorker` does. A module, a dict and a `WeightStream` of this process go through
         shared memory; the actor itself opens a folder, `SharedMemoryAt` and `BroadcastFrom`.
         """
-        AdapterOptions(**options)
 
         def load(opened: object) -> ray.ObjectRef[SyncReport]:
             return self.actor.load_adapter.remote(name, opened, **options)  # type: ignore[no-any-return]
 
-        return self._taken(source, load)
+        with gone_through(source):
+            AdapterOptions(**options)
+            return self._taken(source, load)
 
     def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
         wait_for(self.actor.drop_adapter.remote(name, in_flight=in_flight))

@@ -21,6 +21,7 @@ from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.links import Sources
 
+from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
 from ..conftest import FakeRunner
 from ..tiny_llama import tiny
@@ -256,3 +257,12 @@ def test_a_folder_that_has_changed_is_not_read_again(local: ModelFleet, tmp_path
     assert all(port._dead for port in local.ports.values())
     with pytest.raises(NoReplicaError, match="max_restarts=1 is used up"):
         fleet.submit(PROMPTS[0], asked("a")).result(HANG)
+
+
+def test_a_stream_that_is_no_source_is_gone_through(local: ModelFleet) -> None:
+    """The trainer's other ranks gather it too, and would wait."""
+    for error, options in ((TypeError, {}), (AdapterError, {"in_flight": "keep"})):
+        gathered: list[str] = []
+        with pytest.raises(error):
+            local.fleet.load_adapter("a", noted_stream({"lora_A": torch.zeros(2)}, gathered), **options)
+        assert gathered == ["lora_A"]

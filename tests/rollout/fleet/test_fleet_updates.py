@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from samebit.rollout import NoReplicaError, WorkerStateError
-from samebit.weight_sync import BroadcastSender, SendReport, TensorSpec, WeightStream
+from samebit.weight_sync import BroadcastSender, SendReport
 
+from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
 from .local_fleet import LocalFleet
@@ -94,25 +94,13 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
         assert local.fleet.receive_weights(TinyModule()).version == 2
 
 
-def stream_of(module: TinyModule, gathered: list[str]) -> WeightStream:
-    """A stream that notes what was gathered of it, as all ranks of a trainer do together."""
-    tensors = dict(module.named_parameters())
-
-    def each() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors.items():
-            gathered.append(name)
-            yield name, tensor.detach()
-
-    return WeightStream({name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}, each())
-
-
 def test_a_stream_is_gone_through_whatever_ends_its_update() -> None:
     """The trainer's other ranks gather it too, and would wait."""
 
     async def refuse(source: object, **options: object) -> None:
         raise RuntimeError("not now")
 
-    names = [name for name, _ in TinyModule().named_parameters()]
+    weights = dict(TinyModule().named_parameters())
     with LocalFleet(replicas=1) as local:
         fleet = local.fleet
         fleet.receive_weights(TinyModule())
@@ -125,9 +113,9 @@ def test_a_stream_is_gone_through_whatever_ends_its_update() -> None:
         ):
             gathered: list[str] = []
             with pytest.raises(error, match=said):
-                fleet.receive_weights(stream_of(TinyModule(), gathered), **options)
-            assert gathered == names, said
+                fleet.receive_weights(noted_stream(weights, gathered), **options)
+            assert gathered == [*weights], said
     gathered = []
     with pytest.raises(WorkerStateError, match="closed"):
-        fleet.receive_weights(stream_of(TinyModule(), gathered))
-    assert gathered == names
+        fleet.receive_weights(noted_stream(weights, gathered))
+    assert gathered == [*weights]

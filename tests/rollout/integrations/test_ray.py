@@ -48,6 +48,7 @@ from samebit.weight_sync import (  # noqa: E402
 )
 
 from ...forks import CLIENT  # noqa: E402
+from ...noted_stream import noted_stream  # noqa: E402
 from ...patience import HANG, wait_until  # noqa: E402
 from ..tiny_llama import tiny  # noqa: E402
 
@@ -120,6 +121,14 @@ def test_adapters_are_loaded_and_dropped(worker: RayWorker, local: RolloutWorker
         worker.load_adapter("a", matrices, config=config, in_flight="keep")
     with pytest.raises(AdapterError, match="is new, and nothing says which layers"):
         worker.load_adapter("a", matrices)
+
+
+def test_the_stream_of_an_adapter_that_is_not_sent_is_gone_through() -> None:
+    """The trainer's other ranks gather it too, and would wait."""
+    gathered: list[str] = []
+    with pytest.raises(AdapterError, match="in_flight must be one of"):
+        RayWorker(None).load_adapter("a", noted_stream({"lora_A": torch.zeros(2)}, gathered), in_flight="keep")
+    assert gathered == ["lora_A"]
 
 
 def test_every_way_to_ask_gives_what_a_local_worker_gives(worker: RayWorker, local: RolloutWorker) -> None:

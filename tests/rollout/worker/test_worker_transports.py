@@ -39,6 +39,7 @@ from samebit.weight_sync.wire import receiver
 from samebit.weight_sync.wire.buckets import BucketHeader, Ending
 from samebit.weight_sync.wire.link import Announcement
 
+from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
 from ..named_memory import named_memory
 
@@ -304,13 +305,8 @@ def test_a_stream_is_gone_through_whatever_ends_its_update(
     worker, _ = make_worker()
     gathered: list[str] = []
 
-    def each() -> Iterator[tuple[str, Tensor]]:
-        gathered.append("proj.bias")
-        yield "proj.bias", torch.zeros(5)
-
-    stream = WeightStream({"proj.bias": TensorSpec("proj.bias", (5,), torch.float32)}, each())
     with pytest.raises(error):
-        worker.receive_weights(stream, **ends)
+        worker.receive_weights(noted_stream({"proj.bias": torch.zeros(5)}, gathered), **ends)
     assert gathered == ["proj.bias"]
     assert serves(worker)
 
@@ -653,5 +649,15 @@ def test_arguments(pair: tuple[Any, Any]) -> None:
     for wrong in (1, "yes", None):
         with pytest.raises(ValueError, match="delta must be True or False, got"):
             sender.send({}, delta=wrong)
-    with pytest.raises(ValueError, match="dtype= casts a module or a dict"):
-        sender.send(WeightStream.of({}), dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"delta": 1}, "delta must be True or False"), ({"dtype": torch.float16}, "dtype= casts a module or a dict")],
+)
+def test_a_stream_that_is_not_sent_is_gone_through(pair: tuple[Any, Any], wrong: dict[str, Any], says: str) -> None:
+    """The trainer's other ranks gather it too, and would wait."""
+    gathered: list[str] = []
+    with pytest.raises(ValueError, match=says):
+        pair[0].send(noted_stream({"a": torch.zeros(2), "b": torch.zeros(2)}, gathered), **wrong)
+    assert gathered == ["a", "b"]
