@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -119,14 +118,16 @@ def fleet_of(setup: Setup) -> Fleet:
     """
     try:
         from samebit.rollout.integrations.ray.local import connect
+        from samebit.rollout.integrations.ray.room import even_share
     except ImportError as error:
         raise ValueError(f"replicas={setup.settings.replicas}: {error}") from error
-    return connect(setup.settings.ray_address).start(
+    fleets = connect(setup.settings.ray_address)
+    return fleets.start(
         setup.model,
         replicas=setup.settings.replicas,
         config=setup.worker,
         options=FleetOptions(resubmit=setup.settings.resubmit),
-        num_cpus=setup.settings.replica_cpus or max(1, (os.cpu_count() or 1) // setup.settings.replicas),
+        num_cpus=setup.settings.replica_cpus or even_share(setup.settings.replicas),
     )
 
 

@@ -5,9 +5,9 @@ outputs = worker.generate(prompts, SamplingParams(max_tokens=64))
 worker.receive_weights(policy)  # through shared memory
 
 The way through: `client` is the caller's side, `actor` the side of the worker, `calls` waits for one from the other;
-`fleet` makes actors a fleet's replicas; `local` connects a server to Ray, `serve` puts it behind Ray Serve. Imports
-`worker` and its callers' parts, `fleet`, `keys`, `publishing`, `adapters`, `control`, `integrations.links` and
-`.http`, `samebit.weight_sync`, and of `samebit.kernels` only the setup of threads.
+`fleet` makes actors a fleet's replicas, if there is `room`; `local` connects a server to Ray, `serve` puts it behind
+Ray Serve. Imports `worker` and its callers' parts, `fleet`, `keys`, `publishing`, `adapters`, `control`,
+`integrations.links` and `.http`, `samebit.weight_sync`, and of `samebit.kernels` only the setup of threads.
 """
 
 try:

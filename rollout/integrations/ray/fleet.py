@@ -22,6 +22,7 @@ from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.ray.actor import RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import MOST_CALLS, start_actor
+from samebit.rollout.integrations.ray.room import check_room
 from samebit.rollout.keys.digest_key import handed_over
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheSnapshot
@@ -84,19 +85,15 @@ class RayFleet(Fleet):
         actor_options: Ray's own, as in `.options()`, of each actor.
 
         Raises:
-            ValueError: the cluster has too few cores; what building a `RolloutWorker` raises.
+            ValueError: the cluster has too few cores, or others hold them; what building a `RolloutWorker` raises.
         """
         check_positive_int("replicas", replicas)
         check_positive_int("num_cpus", num_cpus)
         for name in ("name", "max_restarts", "lifetime"):
             if name in actor_options:
                 raise ValueError(f"a fleet names, restarts and ends its actors itself: leave out {name}")
-        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        cores = resources.get("CPU", 0)
-        if cores < replicas * num_cpus:
-            raise ValueError(
-                f"{replicas} replicas of {num_cpus} cores need {replicas * num_cpus}, and the Ray cluster has {cores:g}"
-            )
+        in_group = ray.util.get_current_placement_group() is not None
+        check_room(replicas, num_cpus, reserved=in_group or "scheduling_strategy" in actor_options)
         threads = None if config is None else config.num_threads
 
         def begin(name: str, inner: RolloutConfig) -> RayPort:

@@ -88,6 +88,7 @@ def application(
         "graceful_shutdown_timeout_s": checked.shutdown_seconds,
         **_backpressure(),
         **deployment,
+        "ray_actor_options": {**_cores(checked.replicas), **(deployment.get("ray_actor_options") or {})},
     }
     return serve.deployment(**options)(SamebitFront).bind()
 
@@ -123,6 +124,11 @@ def _secrets() -> dict[str, Any]:
     """Return the bearer tokens of this process's environment."""
     given = {name: os.environ.get(f"{PREFIX}{name.upper()}") for name in SECRETS}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _cores(replicas: int) -> dict[str, int]:
+    """Let a front over replicas reserve no core, for all may be theirs; one that computes itself has Serve's one."""
+    return {} if replicas == 1 else {"num_cpus": 0}
 
 
 def _backpressure() -> dict[str, Any]:

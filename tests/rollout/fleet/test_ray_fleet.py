@@ -21,9 +21,9 @@ from samebit.kernels import bind, token_logprobs  # noqa: E402
 from samebit.rollout import ModelLoadError, RolloutConfig, SamplingParams, WorkerLostError  # noqa: E402
 from samebit.rollout.fleet.options import FleetOptions  # noqa: E402
 from samebit.rollout.integrations.http.service import Service  # noqa: E402
-from samebit.rollout.integrations.http.serving import Server, open_sockets  # noqa: E402
+from samebit.rollout.integrations.http.serving import Server, fleet_of, open_sockets  # noqa: E402
 from samebit.rollout.integrations.http.settings import ServeSettings, read_setup  # noqa: E402
-from samebit.rollout.integrations.ray import RayFleet  # noqa: E402
+from samebit.rollout.integrations.ray import RayFleet, room  # noqa: E402
 
 from ...patience import HANG, wait_until  # noqa: E402
 from ..http.served import NAME, build_folder, byte_tokenizer  # noqa: E402
@@ -211,6 +211,33 @@ def test_bad_fleets_are_named(cluster: None, folder: Path) -> None:
         RayFleet.start(folder, replicas=9)
     with pytest.raises(ValueError, match="leave out name"):
         RayFleet.start(folder, replicas=1, name="mine")
+
+
+def test_cores_that_others_hold_are_not_waited_for_without_end(
+    fleet: RayFleet, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would never place the last actor."""
+    monkeypatch.setattr(room, "SETTLE_SECONDS", 0.0)
+    wait_until(lambda: ray.available_resources().get("CPU") == 2)
+    said = r"3 replicas of 1 cores need 3; of the 4 cores of the Ray cluster others hold 2"
+    with pytest.raises(ValueError, match=said):
+        RayFleet.start(folder, replicas=3)
+
+
+def test_the_cores_of_a_server_are_shared_as_its_cluster_counts_them(
+    cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has 4; a container's machine, or that of the front, may have others."""
+    asked: list[int] = []
+
+    def start(model: str, *, num_cpus: int, **_: object) -> None:
+        asked.append(num_cpus)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(RayFleet, "start", start)
+    for flags in (["2"], ["3"], ["9"], ["2", "--replica-cpus", "7"]):
+        fleet_of(read_setup([str(folder), "--replicas", *flags], {}))
+    assert asked == [2, 1, 1, 7]
 
 
 @soak

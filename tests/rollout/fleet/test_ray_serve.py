@@ -53,6 +53,19 @@ def test_what_serve_does_itself_is_refused_by_name(settings: dict, deployment: d
         application("nowhere", settings=settings, **deployment)
 
 
+@needs_serve
+@pytest.mark.parametrize(
+    ("replicas", "given", "cores"), [(4, {}, 0), (4, {"runtime_env": {}}, 0), (4, {"num_cpus": 2}, 2), (1, {}, 1)]
+)
+def test_a_front_takes_no_core_from_its_replicas(replicas: int, given: dict, cores: int) -> None:
+    """All cores of a node may be theirs; a front that is the worker computes itself, and has Serve's one."""
+    from samebit.rollout.integrations.ray.serve import application
+
+    options = {"ray_actor_options": given} if given else {}
+    made = application("nowhere", settings={"replicas": replicas}, **options)
+    assert made._bound_deployment.ray_actor_options["num_cpus"] == cores
+
+
 @pytest.fixture(scope="module")
 def token() -> Iterator[str]:
     """A token in the environment of a cluster that begins after it."""
@@ -68,16 +81,17 @@ def test_it_answers_behind_a_proxy_with_the_trainers_bits(
     cluster: None,
     tmp_path: Path,
 ) -> None:
+    """The replicas have all cores of the cluster, and the front none."""
     from samebit.kernels import bind, token_logprobs
     from samebit.rollout import RolloutConfig
     from samebit.rollout.integrations.ray.serve import application
 
     folder = build_folder(tmp_path)
     config = RolloutConfig(max_num_seqs=4, num_blocks=200, num_threads=1)
-    settings = {"replicas": 2, "replica_cpus": 1, "control": "token", "served_model_name": "tiny"}
+    settings = {"replicas": 2, "replica_cpus": 2, "control": "token", "served_model_name": "tiny"}
     serve.start(http_options={"host": "127.0.0.1", "port": 8765})
     try:
-        serve.run(application(str(folder), config=config, settings=settings, ray_actor_options={"num_cpus": 0}))
+        serve.run(application(str(folder), config=config, settings=settings))
         with httpx.Client(base_url="http://127.0.0.1:8765", timeout=HANG) as client:
             body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 6, "logprobs": 1, "temperature": 0.7}}
             choice = client.post("/inference/v1/generate", json=body).json()["choices"][0]
