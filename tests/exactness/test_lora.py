@@ -130,6 +130,22 @@ def test_updates_in_place_of_an_adapter() -> None:
         assert torch.equal(token_logprobs(model, IDS), token_logprobs(base, IDS))
 
 
+def test_the_rounded_weights_of_an_adapter_that_was_merged_are_taken_when_told() -> None:
+    """Nobody notices what peft writes: without an update the cache would be hit."""
+    model = make_peft("Qwen3")
+    with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
+        worker.generate(PROMPTS, params())
+        weight = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+        before = weight.clone()
+        model.merge_adapter()
+        model.unmerge_adapter()
+        assert not torch.equal(weight, before)
+        worker.receive_weights()
+        found = worker.generate(PROMPTS, params())
+        assert [output.num_cached_tokens for output in found] == [0] * len(PROMPTS)
+        assert_matches_trainer(model, found, params())
+
+
 def test_what_a_worker_keeps_of_an_adapter_ends_with_the_update() -> None:
     """Also with a write that torch does not count, as a fused optimizer's, and a hook on what is kept."""
     model = make_peft("Qwen3")
