@@ -204,7 +204,7 @@ def test_an_adapter_trained_with_vision_is_served_by_the_text_model(kind: str, t
             worker.drop_adapter("policy")
 
 
-@pytest.mark.parametrize("kind", ["names", "patterns"])
+@pytest.mark.parametrize("kind", ["names", "all", "patterns"])
 def test_an_adapter_of_the_text_model_is_served_with_vision_around(kind: str) -> None:
     model = make_wrapped("Qwen3_5")
     config = copy.deepcopy(ADAPTERS[kind])

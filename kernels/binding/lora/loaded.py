@@ -5,6 +5,7 @@ A layer finds such an adapter in the context of a call, by its name, as it finds
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
 from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
 from samebit.kernels.binding.lora.plan import ADAPTABLE, check_configs, listed, refusals
 from samebit.kernels.binding.modules import attach
+from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_module
 from samebit.kernels.layout.lora.adapters import Delta
 
 
@@ -29,7 +31,8 @@ class DeltaShape:
 
 
 def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShape]:
-    """Return the layers that the one adapter of ``peft_model`` changes, by name, all bound linear layers of ``model``.
+    """Return the layers that the one adapter of ``peft_model`` changes, by name, all bound linear layers of ``model``;
+    without those of vision, which no text reaches.
 
     Args:
         peft_model: of the class and config of ``model``; it may be on the device "meta".
@@ -39,21 +42,18 @@ def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShap
         BindingError: an adapter that is not exact, or a layer that ``model`` has not, by name.
     """
     check_configs(peft_model)
-    shapes: dict[str, DeltaShape] = {}
-    reasons: list[str] = []
-    for name, layer in inner_model(peft_model).named_modules():
-        if not is_wrapped(layer):
-            continue
-        found = refusals(name, layer) or _misplaced(name, layer, model)
-        reasons += found
-        if not found:
-            ((adapter, down),) = layer.lora_A.items()
-            shapes[name] = DeltaShape(
-                down.out_features, down.in_features, layer.lora_B[adapter].out_features, layer.scaling[adapter]
-            )
+    inner, binding = inner_model(model), binding_of(model)
+    places = dict(inner.named_modules())
+    unreached = modules_of_vision(wrapping_module(binding.family, inner))
+    wrapped = {name: layer for name, layer in inner_model(peft_model).named_modules() if is_wrapped(layer)}
+    reached = {name: layer for name, layer in wrapped.items() if places.get(name) not in unreached}
+    reasons = [reason for name, layer in reached.items() for reason in refusals(name, layer)]
+    misplaced = [name for name in reached if not (binding.exact and _takes_adapters(places.get(name)))]
+    if misplaced:
+        reasons.append(f"{listed(misplaced)} (exact are {ADAPTABLE})")
     if reasons:
         raise BindingError(f"the adapter can not be served exactly: {listed(reasons)}")
-    return shapes
+    return {name: _shape(layer) for name, layer in reached.items()}
 
 
 def new_delta(shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> Delta:
@@ -80,9 +80,11 @@ def tree_of(modules: Mapping[str, nn.Module]) -> nn.Module:
     return root
 
 
-def _misplaced(name: str, layer: nn.Module, model: nn.Module) -> list[str]:
-    """Say why the layer of ``model`` takes no adapter; empty where it does."""
-    own = dict(inner_model(model).named_modules()).get(name)
-    if own is None or not binding_of(model).exact or not isinstance(own.__dict__.get("samebit"), LinearFacts):
-        return [f"{name} (exact are {ADAPTABLE})"]
-    return []
+def _takes_adapters(own: nn.Module | None) -> bool:
+    """Return whether this is a linear layer that `bind` has given a name for adapters."""
+    return own is not None and isinstance(own.__dict__.get("samebit"), LinearFacts)
+
+
+def _shape(layer: Any) -> DeltaShape:
+    ((adapter, down),) = layer.lora_A.items()
+    return DeltaShape(down.out_features, down.in_features, layer.lora_B[adapter].out_features, layer.scaling[adapter])
