@@ -34,9 +34,9 @@ def names_vision(config: Any) -> bool | None:
 def layers_named(model: nn.Module, *, vision: bool | None) -> Iterator[None]:
     """Give the layers of a model the names that they have with vision around it, or without, for a while; None leaves
     its own."""
-    own = model.get_submodule("model")
-    text = dict(own.named_children()).get(WITH_VISION)
-    if vision is None or vision is (text is not None):
+    own = dict(model.named_children()).get("model")  # Mamba2 calls it backbone, and has no vision
+    text = None if own is None else dict(own.named_children()).get(WITH_VISION)
+    if own is None or vision is None or vision is (text is not None):
         yield
         return
     named = text

@@ -107,11 +107,8 @@ class _Streams:
     seen: dict[Sequence, SeenTokens]
 
     def part(self, at: slice) -> _Streams:
-        """Return what some of the sequences draw from."""
-        return replace(
-            self, sequences=self.sequences[at], temperatures=self.temperatures[at], keys=self.keys[at],
-            counters=self.counters[at], processed=_to_process(self.sequences[at]),
-        )  # fmt: skip
+        """Return it of some of the sequences; what they draw from, `DrawInputs.part` has."""
+        return replace(self, sequences=self.sequences[at], processed=_to_process(self.sequences[at]))
 
 
 class Sampler:

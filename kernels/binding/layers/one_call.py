@@ -1,6 +1,6 @@
 """Run a decoder layer as one call in a rollout, its experts in another behind it, where no hook could tell.
 
-What a kind of layer computes is in its facts (`known.LayerFacts`): `layer`, `latent`, and `delta.layer`.
+What a kind of layer computes is in its facts (`known.LayerFacts`): `attention`, `latent`, and `delta.layer`.
 
 Invariants:
 

@@ -114,7 +114,8 @@ def _draw(
             part = tl.arange(0, PADDED)
             chosen = tl.min(tl.load(firsts + r * PARTS + part, mask=part < PARTS, other=VOCAB), axis=0)
         else:
-            target = tl.load(uniforms + r) * row_total(sums + r * CHUNKS, CHUNKS, AHEAD)
+            total = row_total(sums + r * CHUNKS, CHUNKS, AHEAD)
+            target = tl.load(uniforms + r) * total
             chunk, passed = _chunk_beyond(sums + r * CHUNKS, target, CHUNKS, AHEAD)
             token = chunk * CHUNK + tl.arange(0, CHUNK)
             values = chunk_of(logits + r * VOCAB, chunk * CHUNK, VOCAB, CHUNK)
@@ -122,7 +123,7 @@ def _draw(
             cumulated = passed + tl.cumsum(weights.to(tl.float64), axis=0)
             found = tl.min(tl.where((weights > 0) & (cumulated > target), token, VOCAB), axis=0)
             likeliest = tl.min(tl.where(weights == tl.max(weights, axis=0), token, VOCAB), axis=0)
-            chosen = tl.where(found < VOCAB, found, likeliest)
+            chosen = tl.where(total > 0.0, tl.where(found < VOCAB, found, likeliest), -1)
     tl.store(out + r, chosen)
 
 

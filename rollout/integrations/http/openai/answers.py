@@ -6,6 +6,7 @@ for each log-probability of each token would cost more than the token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
@@ -106,6 +107,11 @@ class TextAnswer(BaseModel):
     """Answers /detokenize as vLLM does."""
 
     prompt: str
+
+
+def num_tokens(outputs: Sequence[RequestOutput]) -> int:
+    """Return how many tokens an answer may have to be written for."""
+    return sum(len(one.prompt_token_ids) + sum(len(sample.token_ids) for sample in one.samples) for one in outputs)
 
 
 def usage(outputs: list[RequestOutput], *, sampled: bool = True) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
-from samebit.rollout.integrations.http.openai.answers import usage
+from samebit.rollout.integrations.http.openai.answers import num_tokens, usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
-from samebit.rollout.integrations.http.openai.prompts import chat_text, described, token_ids
+from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, described, token_ids
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, Message, ToolCall
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_chat
@@ -38,10 +38,11 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     session = session_of(request)
     prompt = Prompt(await _prompt_ids(service, asked, session))
     job = Asked(id=f"chatcmpl-{asked.request_id or uuid.uuid4().hex}", prompts=[prompt], params=params, session=session)
-    answering = _Chat(service, asked, job, session)
+    read_by = await apart(lambda: _reading(service, asked, prompt.token_ids), len(prompt.token_ids))
+    answering = _Chat(service, asked, job, session, read_by)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
-    return JsonAnswer(answering.whole((await service.outputs(job, request))[0]))
+    return JsonAnswer(await answering.whole((await service.outputs(job, request))[0]))
 
 
 async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None) -> list[int]:
@@ -56,6 +57,13 @@ async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None)
     return await service.sessions.prompt(session, _conversation(asked), render, encode)
 
 
+def _reading(service: Service, asked: ChatRequest, prompt_ids: list[int]) -> Reading | None:
+    name = service.settings.tool_call_parser
+    if name is None or not asked.tools or asked.tool_choice == "none":
+        return None
+    return reading(name, service.need_tokenizer(), prompt_ids, described(asked.tools))
+
+
 def _conversation(asked: ChatRequest) -> Conversation:
     beside = asked.model_dump_json(include={"tools", "chat_template_kwargs"}, exclude_defaults=True)
     return Conversation(asked.messages, beside, asked.continue_final_message)
@@ -64,37 +72,43 @@ def _conversation(asked: ChatRequest) -> Conversation:
 class _Chat:
     """Writes the answer of one request."""
 
-    def __init__(self, service: Service, asked: ChatRequest, job: Asked, session: str | None) -> None:
+    def __init__(
+        self, service: Service, asked: ChatRequest, job: Asked, session: str | None, read_by: Reading | None
+    ) -> None:
         self._service = service
         self._asked = asked
         self._job = job
         self._session = session
         self._tokenizer = service.need_tokenizer()
         self._texts = TokenTexts(self._tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
-        self._reading = self._read_by()
+        self._reading = read_by
 
     def _head(self, kind: str) -> dict[str, Any]:
         model = self._asked.model or self._service.model.name
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": model}
 
-    def _read_by(self) -> Reading | None:
-        name = self._service.settings.tool_call_parser
-        if name is None or not self._asked.tools or self._asked.tool_choice == "none":
-            return None
-        return reading(name, self._tokenizer, self._job.prompts[0].token_ids, described(self._asked.tools))
-
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    async def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer."""
         answer = self._head("chat.completion")
-        answer["choices"] = [self._choice(output, sample) for sample in output.samples]
+        read = await apart(lambda: [self._read(sample) for sample in output.samples], num_tokens([output]))
+        for sample, (parsed, _) in zip(output.samples, read, strict=True):
+            self._note(output, sample, parsed)
+        answer["choices"] = [choice for _, choice in read]
         answer["usage"] = usage([output])
         if self._asked.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
 
-    def _choice(self, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
-        parsed = Parsed(whole_text(self._tokenizer, sample)) if self._reading is None else self._reading.read(sample)
-        self._note(output, sample, parsed)
+    def _read(self, sample: SampleOutput) -> tuple[Parsed, dict[str, Any]]:
+        """Return what a sample says, and the choice that says it."""
+        parsed = (
+            Parsed(whole_text(self._tokenizer, sample))
+            if self._reading is None
+            else self._reading.read(sample, self._tokenizer)
+        )
+        return parsed, self._choice(sample, parsed)
+
+    def _choice(self, sample: SampleOutput, parsed: Parsed) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
             message["tool_calls"] = parsed.calls
@@ -154,7 +168,7 @@ class _Chat:
         end_ids = self._service.end_ids(params)
         if self._reading is None:
             return _GrowingMessage(SampleText(self._tokenizer, params.stop_strings, end_ids), None)
-        text = SampleText(self._reading.tokenizer, params.stop_strings, end_ids)
+        text = SampleText(self._reading.tokenizer or self._tokenizer, params.stop_strings, end_ids)
         return _GrowingMessage(text, self._reading.parser())
 
     def _piece(self, chunk: StreamChunk, delta: dict[str, Any], message: _GrowingMessage) -> dict[str, Any]:

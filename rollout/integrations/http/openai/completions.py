@@ -12,9 +12,9 @@ from starlette.responses import Response
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
-from samebit.rollout.integrations.http.openai.answers import usage
+from samebit.rollout.integrations.http.openai.answers import num_tokens, usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
-from samebit.rollout.integrations.http.openai.prompts import completion_prompts, prompt_texts
+from samebit.rollout.integrations.http.openai.prompts import apart, completion_prompts, prompt_texts
 from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_completion
@@ -40,7 +40,8 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
     outputs = await service.outputs(job, request)
-    return JsonAnswer(answering.whole(outputs, await answering.echoed()))
+    before = await answering.echoed()
+    return JsonAnswer(await apart(lambda: answering.whole(outputs, before), num_tokens(outputs)))
 
 
 class _Completion:

@@ -26,6 +26,7 @@ from samebit.rollout.integrations.http.openai.sample_text import (
     overlap,
     special_tokens,
     text_by,
+    whole_text,
 )
 from samebit.rollout.outputs import SampleOutput
 from samebit.rollout.requests.tokenizer import Tokenizer, decoded
@@ -139,17 +140,18 @@ class Reading:
     """Says how the samples of a request are read.
 
     Attributes:
-        tokenizer: decodes the text that is read.
+        tokenizer: decodes the text that is read; None if that is the sample's own.
         parser: makes the parser of one sample.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     parser: Callable[[], ToolParser]
 
-    def read(self, sample: SampleOutput) -> Parsed:
-        """Return what a sample that has ended says."""
+    def read(self, sample: SampleOutput, own: Tokenizer) -> Parsed:
+        """Return what a sample that has ended says. own: the tokenizer of its own text."""
         parser = self.parser()
-        first = parser.push(text_by(self.tokenizer, sample))
+        text = whole_text(own, sample) if self.tokenizer is None else text_by(self.tokenizer, sample)
+        first = parser.push(text)
         return first.then(parser.finish(ended_by(sample, sample.token_ids)))
 
 
@@ -157,9 +159,11 @@ def reading(
     name: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], tools: list[dict[str, Any]]
 ) -> Reading:
     """Return how the samples of a request are read by the parser of this name."""
+    special = special_tokens(tokenizer)
     if name == "hermes":
-        return Reading(KeepingSpecial(tokenizer, (OPEN, CLOSE)), HermesParser)
-    context, special = context_of(tokenizer, prompt_ids, tools), special_tokens(tokenizer)
+        skipped = not {OPEN, CLOSE}.isdisjoint(special.values())
+        return Reading(KeepingSpecial(tokenizer, (OPEN, CLOSE)) if skipped else None, HermesParser)
+    context = context_of(tokenizer, prompt_ids, tools)
     return Reading(KeepingSpecial(tokenizer, None), partial(TemplateParser, tokenizer, context, special))
 
 

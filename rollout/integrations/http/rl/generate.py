@@ -15,8 +15,9 @@ from starlette.responses import Response
 
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
-from samebit.rollout.integrations.http.openai.answers import WeightSpan, usage
+from samebit.rollout.integrations.http.openai.answers import WeightSpan, num_tokens, usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts, Top, ranked
+from samebit.rollout.integrations.http.openai.prompts import apart
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import check_cap, params_of
 from samebit.rollout.integrations.http.rl.requests import GenerateRequest
@@ -97,7 +98,8 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
     answering = _Generation(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
-    return JsonAnswer(answering.whole((await service.outputs(job, request))[0]))
+    outputs = await service.outputs(job, request)
+    return JsonAnswer(await apart(lambda: answering.whole(outputs[0]), num_tokens(outputs)))
 
 
 def _with_inner(asked: GenerateRequest) -> GenerateRequest:

@@ -80,8 +80,9 @@ def _add_pauses(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
         how = options(
             Pause, asked, mode=mode, clear_cache=clear_cache, wait_for_inflight_requests=wait_for_inflight_requests
         )
-        await inside.pause("wait" if how.wait_for_inflight_requests else how.mode)
-        if how.clear_cache and how.mode != "keep":
+        mode = "wait" if how.wait_for_inflight_requests else how.mode
+        await inside.pause(mode)
+        if how.clear_cache and mode != "keep":
             await inside.reset_prefix_cache()
         return JsonAnswer({"status": "paused"})
 
@@ -126,7 +127,7 @@ def _add_memory(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
     async def wake_up(tags: Annotated[WakeTags | None, Query()] = None, asked: WakeUp | None = None) -> Response:
         """Take memory again, of these tags or all of it, and end a pause once nothing sleeps, as vLLM does."""
         began = time.monotonic()
-        woken = options(WakeUp, asked, tags=tags).tags
+        woken = options(WakeUp, asked, tags=tags).tags or None
         memory = None if woken is None else [tag for tag in woken if tag != "scheduling"]
         if memory is None or memory:
             await inside.wake_up(memory)
