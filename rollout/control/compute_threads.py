@@ -32,8 +32,10 @@ class ComputeThreads:
     def __init__(self, num_threads: int | None = None, device: torch.device | None = None, root: Path = ROOT) -> None:
         start_pool()
         most = processors(root)
+        own = numba.get_num_threads()
+        fewer: bool = own < numba.config.NUMBA_DEFAULT_NUM_THREADS
         self._of_torch = num_threads or _within(most, torch.get_num_threads(), "OMP_NUM_THREADS")
-        self._of_numba = num_threads or _within(most, numba.get_num_threads(), "NUMBA_NUM_THREADS")
+        self._of_numba = num_threads or _within(most, own, "NUMBA_NUM_THREADS", chosen=fewer)
         self._device = device or torch.device("cpu")
         self._team: Team | None = None
         self._gathered = False
@@ -78,10 +80,9 @@ class ComputeThreads:
             self._team.end()
 
 
-def _within(most: int | None, count: int, variable: str) -> int:
-    """Return a number of threads; where nobody has chosen it, which makes it that of all processors, at most ``most``.
+def _within(most: int | None, count: int, variable: str, *, chosen: bool = False) -> int:
+    """Return a number of threads, at most ``most`` unless it was chosen, by a variable of the environment or so.
 
-    variable: of the environment, by which it may have been chosen.
+    Torch does not tell its default, as many threads as processors or cores, from a number that was set.
     """
-    chosen = variable in os.environ or count < numba.config.NUMBA_DEFAULT_NUM_THREADS
-    return count if most is None or chosen else min(count, most)
+    return count if most is None or chosen or variable in os.environ else min(count, most)

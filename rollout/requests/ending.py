@@ -1,9 +1,9 @@
-"""Let callers wait for the end of a request, or for what comes before it: `Ending`.
+"""Let callers wait for the end of a request or a command, or for what comes before it: `Ending`.
 
 Invariants
 ----------
 * It comes once: the first call of `finish` counts. The callers that wait are woken then.
-* What a callback raises, in the thread that ends the request, is logged and goes no further.
+* What a callback raises, in the thread that ends it, is logged and goes no further.
 * An interrupt (Ctrl-C) of a caller that waits leaves nothing behind that the other side could wait for: each waits at a
   lock of its own. (Inside of `threading.Condition` it can leave the condition's lock taken.)
 """
@@ -21,7 +21,7 @@ from samebit.rollout.guard import contained
 
 
 class Ending:
-    """Wakes the callers that wait for a request. error: what failed it."""
+    """Wakes the callers that wait for a request or a command. error: what failed it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -31,7 +31,7 @@ class Ending:
         self._callbacks: deque[Callable[[], None]] = deque()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Note that the request ended, and with which error."""
+        """Note that it ended, and with which error."""
         with suppress(IndexError):
             self._pending.pop()  # one step, whatever threads call: the first one counts
             self.error = error
@@ -41,7 +41,7 @@ class Ending:
             self._call_one()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once: in the thread that ends the request, or here if it has ended. It must not wait."""
+        """Call `callback` once: in the thread that ends it, or here if it has ended. It must not wait."""
         self._callbacks.append(callback)
         if self.done:
             self._call_one()

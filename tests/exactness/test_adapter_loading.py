@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from samebit.kernels import bind
+from samebit.kernels import bind, token_logprobs
 from samebit.rollout import (
     AdapterError,
     RequestError,
@@ -21,6 +21,7 @@ from samebit.rollout import (
     SamplingParams,
     WorkerStateError,
 )
+from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.weight_sync import NonFiniteWeightError, SharedMemoryReceiver, SharedMemorySender, WeightMismatchError
 
 from ..noted_stream import noted_stream
@@ -100,6 +101,19 @@ def test_every_way_in_gives_the_trainers_bits(policy: PeftModel, worker: Rollout
             assert_matches_trainer(policy, outputs, params())
         assert sent.result().dense_bytes == num_bytes
     assert_same_samples(worker.generate(PROMPTS, params("ref")), ref)
+
+
+def test_a_model_whose_layers_lie_elsewhere(tmp_path: Path) -> None:
+    """Mamba2's are under `backbone`, where others have `model`."""
+    config = lora_config(3, target_modules=["in_proj"])
+    trainer = bind(make_peft("Mamba2", config=config))
+    trainer.save_pretrained(tmp_path)
+    with RolloutWorker(make_model("Mamba2"), config=CONFIG) as worker:
+        worker.load_adapter("policy", tmp_path)
+        assert_matches_trainer(trainer, worker.generate(PROMPTS, params()), params())
+    adapted = TrainersAdapter.of(make_model("Mamba2"), tmp_path).model
+    ids = torch.tensor([PROMPTS[-1]])
+    assert torch.equal(token_logprobs(adapted, ids), token_logprobs(trainer, ids))
 
 
 @pytest.mark.soak

@@ -126,6 +126,8 @@ def test_only_changes_travel_and_the_result_is_the_same(pair: Pair) -> None:
         assert set(received.changed) == ({"wide", "deep", "turned"} if share else {"deep", "turned"})
         assert received.digest == sent.digest
         assert received.verified
+    with pytest.raises(ValueError, match="delta must be"):
+        pair.sender.send(pair.trainer, delta=1)  # type: ignore[arg-type]
     sent, received = pair.sync(delta=True)
     assert (sent.sent_bytes, received.changed) == (0, ())
 

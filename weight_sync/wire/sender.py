@@ -87,6 +87,7 @@ class WeightSender(Closing):
             NonFiniteWeightError: NaN or infinity; receivers that had begun to write have incomplete weights.
         """
         stream = _as_stream(weights, dtype)
+        _check_delta(delta, stream)
         try:
             return self._send(stream, delta)
         except BaseException:
@@ -98,8 +99,6 @@ class WeightSender(Closing):
         self.link.close()
 
     def _send(self, stream: WeightStream, delta: bool) -> SendReport:
-        if not isinstance(delta, bool):
-            raise ValueError(f"delta must be True or False, got {delta!r}")
         if not delta:
             self._base = _DeltaBase()
         began = time.monotonic()
@@ -233,6 +232,12 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
         _exhaust(weights)
         raise ValueError("dtype= casts a module or a dict; a WeightStream gives its tensors as it announced them")
     return weights
+
+
+def _check_delta(delta: object, stream: WeightStream) -> None:
+    if not isinstance(delta, bool):
+        _exhaust(stream)
+        raise ValueError(f"delta must be True or False, got {delta!r}")
 
 
 def _exhaust(stream: WeightStream) -> None:

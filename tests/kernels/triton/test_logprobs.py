@@ -71,6 +71,7 @@ def test_draws_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch)
     logits[4, 5] = torch.nan
     logits[5] = 1.0  # all alike
     logits[6] = 1.0
+    logits[9], logits[10, :1024] = torch.inf, torch.inf
     temperatures = torch.tensor([1.0, 0.0, 0.7, 1.0, 1.0, 0.0, 1.0, 2.0, 0.0, 1.0, 1.0, 0.5])
     temperatures[8] = 0.0
     uniform = torch.tensor([0.0, 0.5, 0.25, 0.5, 0.5, 0.9, 0.5, 0.7, 0.1, 1 - 2.0**-53, 0.9, 0.6], dtype=torch.float64)
@@ -78,7 +79,7 @@ def test_draws_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch)
     found = gpu.draw(logits.to(DEVICE), temperatures.to(DEVICE), uniform.to(DEVICE)).cpu()
     monkeypatch.setattr(device, "on_gpu", lambda tensor: False)
     assert found.tolist() == sampling.draw(logits, temperatures, uniform).tolist()
-    assert found[[3, 4, 8]].tolist() == [-1, -1, -1]
+    assert found[[3, 4, 8, 9, 10]].tolist() == [-1] * 5
 
 
 @pytest.mark.parametrize(("vocab", "peak"), [(32, 0), (3000, 0), (3000, 1024), (3000, 2900)])

@@ -235,9 +235,18 @@ def test_a_command_has_its_options_in_the_query_or_in_a_body(served: Served, run
     assert served.command("/sleep?level=1", {"tags": ["weights"]}).status_code == 200
     assert served.command("/wake_up", {"tags": ["kv_cache"]}).json()["tags_woken"] == ["kv_cache"]
     assert worker.sleeping == ("weights",)
-    assert served.command("/wake_up", {}).json()["status"] == "awake"
+    assert served.command("/wake_up", {"tags": []}).json()["status"] == "awake"
     assert served.command("/resume", {}).status_code == 200
     assert not running
+
+
+def test_a_pause_that_waits_keeps_no_request_and_so_no_cache(served: Served) -> None:
+    """Whatever mode stands beside the older name for it."""
+    ask(served)
+    asked = {"mode": "keep", "wait_for_inflight_requests": True}
+    assert served.command("/pause", asked).status_code == 200
+    assert served.command("/resume", {}).status_code == 200
+    assert ask(served)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize(
