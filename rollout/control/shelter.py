@@ -11,8 +11,8 @@ Invariants
   drops the statement's `__exit__`, and a weak reference to it puts word of that into the gate. Not even an interrupt
   between the statement and the first line of `__exit__` is missed.
 * A caller that goes away before its block began has changed nothing; what it waited for is given up.
-* In other threads there are no handlers, and no clerk: everything runs in place. So it does in the main thread once
-  the interpreter ends, which starts no thread any more (Python 3.12).
+* In other threads there are no handlers, and no clerk: everything runs in place. So it does in the main thread where no
+  thread can be started: Python 3.12 starts none once the interpreter ends.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ def wait_at(gate: Gate) -> None:
 
 def in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
-
-
-def _may_be_interrupted() -> bool:
-    """Tell whether the caller is the main thread, and the interpreter has not begun to end."""
-    return in_main_thread() and threading.main_thread().is_alive()
 
 
 class _Report(Generic[T]):
@@ -142,10 +137,9 @@ class Hold(Generic[T]):
 
     def __enter__(self) -> T:
         self._announce(self)
-        if not _may_be_interrupted():
+        if not in_main_thread() or not self._has_clerk():
             self._in_place = self._make(self._gate)
             return self._in_place.__enter__()
-        start_new_thread(self._serve, ())
         try:
             self._entered.wait()
         except BaseException:
@@ -186,6 +180,20 @@ class Hold(Generic[T]):
         """Return whether the calling thread is inside the block, which the clerk holds for it."""
         alive = self._statement is None or self._statement() is not None
         return self._caller == threading.get_ident() and alive
+
+    def _has_clerk(self) -> bool:
+        """Start the clerk; tell whether there could be one.
+
+        `Thread.is_alive` of the main thread does not tell whether the interpreter ends: an interrupt within it makes
+        Python take that thread for one that has ended.
+        """
+        try:
+            start_new_thread(self._serve, ())
+        except RuntimeError as error:
+            if "new thread" not in str(error):
+                raise  # by a signal handler, and the clerk has begun
+            return False
+        return True
 
     def _serve(self) -> None:
         """Enter and leave for the caller, as the clerk."""
