@@ -1,20 +1,22 @@
-"""Find out what cores a Ray cluster has for a fleet: an actor for which there are none would wait without end."""
+"""Find out what cores a Ray cluster has for a fleet: an actor for which there are none would wait without end.
+
+Invariant: an actor's cores are those of one node.
+"""
 
 from __future__ import annotations
 
-import time
-
 import ray
+from ray.util import placement_group, remove_placement_group
 
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 20
 """How long cores may take to come free after the end of the actors that held them."""
-
-_LOOK_SECONDS = 0.1
 
 
 def even_share(replicas: int) -> int:
-    """Return how many of the cluster's cores each of so many replicas may have; at least 1."""
-    return max(1, int(_cores()) // replicas)
+    """Return how many cores each of so many replicas may have for all of them to fit on the nodes; at least 1."""
+    nodes = _cores_of_nodes()
+    most = int(max(nodes, default=0.0))
+    return next((share for share in range(most, 1, -1) if _fitting(nodes, share) >= replicas), 1)
 
 
 def check_room(replicas: int, num_cpus: int, *, reserved: bool) -> None:
@@ -25,23 +27,38 @@ def check_room(replicas: int, num_cpus: int, *, reserved: bool) -> None:
     Raises:
         ValueError: it has not, or others hold them.
     """
-    needed, cores = replicas * num_cpus, _cores()
-    asked = f"{replicas} replicas of {num_cpus} cores need {needed}"
-    if cores < needed:
-        raise ValueError(f"{asked}, and the Ray cluster has {cores:g}")
-    until = time.monotonic() + SETTLE_SECONDS
-    while not reserved and (free := _free_cores()) < needed:
-        if time.monotonic() >= until:
-            raise ValueError(
-                f"{asked}; of the {cores:g} cores of the Ray cluster others hold {cores - free:g}: allowed are "
-                f"{free:g}, or more when those have ended"
-            )
-        time.sleep(_LOOK_SECONDS)
+    nodes = _cores_of_nodes()
+    cores, fitting = sum(nodes), _fitting(nodes, num_cpus)
+    asked = f"{replicas} replicas of {num_cpus} cores need {replicas * num_cpus}"
+    if fitting < replicas:
+        raise ValueError(
+            f"{asked}, and the Ray cluster has {cores:g}: its nodes have {', '.join(f'{one:g}' for one in nodes)}, "
+            f"where {fitting} of that size fit"
+        )
+    if not reserved and not _come_free(replicas, num_cpus):
+        free = _free_cores()
+        raise ValueError(
+            f"{asked}; of the {cores:g} cores of the Ray cluster others hold {cores - free:g}: allowed is what fits "
+            f"on its nodes in the other {free:g}, or more when those have ended"
+        )
 
 
-def _cores() -> float:
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return resources.get("CPU", 0.0)
+def _fitting(nodes: list[float], num_cpus: int) -> int:
+    """Return how many actors of so many cores fit on nodes."""
+    return sum(int(cores // num_cpus) for cores in nodes)
+
+
+def _come_free(replicas: int, num_cpus: int) -> bool:
+    """Let Ray find a place for all replicas: it knows what is free on which node."""
+    group = placement_group([{"CPU": num_cpus}] * replicas)
+    try:
+        return any(group.wait(1) for _ in range(SETTLE_SECONDS))  # by the second: an interrupt ends it in between
+    finally:
+        remove_placement_group(group)
+
+
+def _cores_of_nodes() -> list[float]:
+    return [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _free_cores() -> float:

@@ -217,7 +217,7 @@ def test_cores_that_others_hold_are_not_waited_for_without_end(
     fleet: RayFleet, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray would never place the last actor."""
-    monkeypatch.setattr(room, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(room, "SETTLE_SECONDS", 1)
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
     said = r"3 replicas of 1 cores need 3; of the 4 cores of the Ray cluster others hold 2"
     with pytest.raises(ValueError, match=said):
@@ -238,6 +238,19 @@ def test_the_cores_of_a_server_are_shared_as_its_cluster_counts_them(
     for flags in (["2"], ["3"], ["9"], ["2", "--replica-cpus", "7"]):
         fleet_of(read_setup([str(folder), "--replicas", *flags], {}))
     assert asked == [2, 1, 1, 7]
+
+
+def test_replicas_are_counted_by_the_nodes_on_which_they_fit(
+    cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor's cores are those of one node: three nodes of 4 cores fit three actors of 3, not four."""
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}] * 3 + [{"Alive": False, "Resources": {"CPU": 64.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert [room.even_share(replicas) for replicas in (1, 2, 3, 4, 6, 7, 12, 13)] == [4, 4, 4, 2, 2, 1, 1, 1]
+    said = "4 replicas of 3 cores need 12, and the Ray cluster has 12: its nodes have 4, 4, 4, where 3 of that size fit"
+    with pytest.raises(ValueError, match=said):
+        room.check_room(4, 3, reserved=True)
+    room.check_room(3, 3, reserved=True)
 
 
 @soak

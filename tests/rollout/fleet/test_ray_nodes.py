@@ -77,6 +77,11 @@ def test_weights_are_broadcast_to_two_nodes(two_nodes: None, folder: Path) -> No
             assert torch.equal(exact, torch.tensor(output.samples[0].logprobs))
 
 
+def test_a_replica_that_no_node_fits_is_refused(two_nodes: None, folder: Path) -> None:
+    with pytest.raises(ValueError, match="the Ray cluster has 2: its nodes have 1, 1, where 0 of that size fit"):
+        RayFleet.start(folder, replicas=1, num_cpus=2)
+
+
 def test_a_front_that_is_killed_leaves_nothing_and_begins_again(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
