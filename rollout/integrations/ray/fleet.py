@@ -22,7 +22,7 @@ from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.ray.actor import RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import MOST_CALLS, start_actor
-from samebit.rollout.integrations.ray.room import check_room
+from samebit.rollout.integrations.ray.room import check_room, in_a_group
 from samebit.rollout.keys.digest_key import handed_over
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheSnapshot
@@ -92,8 +92,7 @@ class RayFleet(Fleet):
         for name in ("name", "max_restarts", "lifetime"):
             if name in actor_options:
                 raise ValueError(f"a fleet names, restarts and ends its actors itself: leave out {name}")
-        in_group = ray.util.get_current_placement_group() is not None
-        check_room(replicas, num_cpus, reserved=in_group or "scheduling_strategy" in actor_options)
+        check_room(replicas, num_cpus, reserved=in_a_group(actor_options))
         threads = None if config is None else config.num_threads
 
         def begin(name: str, inner: RolloutConfig) -> RayPort:

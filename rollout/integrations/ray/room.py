@@ -5,8 +5,12 @@ Invariant: an actor's cores are those of one node.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import ray
 from ray.util import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 SETTLE_SECONDS = 20
 """How long cores may take to come free after the end of the actors that held them."""
@@ -22,7 +26,7 @@ def even_share(replicas: int) -> int:
 def check_room(replicas: int, num_cpus: int, *, reserved: bool) -> None:
     """Check that a cluster has the cores that a fleet asks for, and that they are free, or soon will be.
 
-    reserved: the actors may be placed on cores of a placement group, which Ray does not count as free.
+    reserved: the actors are placed on cores of a placement group, which Ray does not count as free.
 
     Raises:
         ValueError: it has not, or others hold them.
@@ -41,6 +45,15 @@ def check_room(replicas: int, num_cpus: int, *, reserved: bool) -> None:
             f"{asked}; of the {cores:g} cores of the Ray cluster others hold {cores - free:g}: allowed is what fits "
             f"on its nodes in the other {free:g}, or more when those have ended"
         )
+
+
+def in_a_group(options: Mapping[str, object]) -> bool:
+    """Tell whether Ray places actors with these options of its own in a placement group, theirs or the caller's."""
+    strategy, group = options.get("scheduling_strategy"), options.get("placement_group", "default")
+    if isinstance(strategy, PlacementGroupSchedulingStrategy) or isinstance(group, PlacementGroup):
+        return True
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return bool(captures) and strategy is None and group == "default" and get_current_placement_group() is not None
 
 
 def _fitting(nodes: list[float], num_cpus: int) -> int:

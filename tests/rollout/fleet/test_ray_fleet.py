@@ -17,6 +17,9 @@ from transformers import LlamaForCausalLM
 
 ray = pytest.importorskip("ray")
 
+from ray.util import placement_group, remove_placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
 from samebit.kernels import bind, token_logprobs  # noqa: E402
 from samebit.rollout import ModelLoadError, RolloutConfig, SamplingParams, WorkerLostError  # noqa: E402
 from samebit.rollout.fleet.options import FleetOptions  # noqa: E402
@@ -222,6 +225,35 @@ def test_cores_that_others_hold_are_not_waited_for_without_end(
     said = r"3 replicas of 1 cores need 3; of the 4 cores of the Ray cluster others hold 2"
     with pytest.raises(ValueError, match=said):
         RayFleet.start(folder, replicas=3)
+
+
+def test_only_a_placement_groups_cores_are_not_held_by_others(
+    fleet: RayFleet, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "SETTLE_SECONDS", 1)
+    wait_until(lambda: ray.available_resources().get("CPU") == 2)
+    group = placement_group([{"CPU": 2}])
+    try:
+        wait_until(lambda: group.wait(1) and "CPU" not in ray.available_resources())
+        for strategy in ("SPREAD", "DEFAULT", None):
+            with pytest.raises(ValueError, match=r"1 replicas of 1 cores need 1; of the 4 cores .* others hold 4"):
+                RayFleet.start(folder, replicas=1, config=CONFIG, scheduling_strategy=strategy)
+        with pytest.raises(ValueError, match="others hold 4"):
+            RayFleet.start(folder, replicas=1, config=CONFIG, placement_group=None)
+        with RayFleet.start(folder, replicas=1, config=CONFIG, placement_group=group) as one:
+            assert one.generate([[1]], SamplingParams(max_tokens=2))
+        in_group = PlacementGroupSchedulingStrategy(group)
+        with RayFleet.start(folder, replicas=1, config=CONFIG, scheduling_strategy=in_group) as one:
+            assert one.generate([[1]], SamplingParams(max_tokens=2))
+        asked = ray.remote(room.in_a_group)
+        for captured in (True, False):  # what starts in a group may place its actors there, or not
+            caller = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=captured)
+            inside = asked.options(scheduling_strategy=caller)
+            assert ray.get(inside.remote({}), timeout=HANG) is captured
+            assert ray.get(inside.remote({"scheduling_strategy": "SPREAD"}), timeout=HANG) is False
+    finally:
+        remove_placement_group(group)
+        wait_until(lambda: ray.available_resources().get("CPU") == 2)
 
 
 def test_the_cores_of_a_server_are_shared_as_its_cluster_counts_them(
