@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight
 from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER
 from samebit.rollout.errors import AdapterError, NoReplicaError, RequestError
-from samebit.rollout.fleet.crew import Crew, WantedAdapter
+from samebit.rollout.fleet.crew import Crew
+from samebit.rollout.fleet.port import WantedAdapter
 from samebit.rollout.outputs import RequestOutput
 from samebit.weight_sync import SyncReport
 

@@ -15,19 +15,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from samebit.rollout.errors import AdapterError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.options import FleetOptions
-from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState, Streamed
+from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState, Streamed, Wanted
 from samebit.rollout.fleet.router import Router
 from samebit.rollout.requests.ending import Ending
-
-if TYPE_CHECKING:
-    from samebit.rollout.adapters.loading import AdapterKeywords
 
 logger = logging.getLogger(__name__)
 
@@ -49,40 +46,6 @@ class Member:
     starting: bool = False
     restarts: int = 0
     stats: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class WantedAdapter:
-    """Describes an adapter that all replicas shall have.
-
-    inner: its name there. folder: or a name of the hub, with `revision`. number: in the digests of its cached blocks.
-    digest: of what was read; None until all have read it.
-    """
-
-    inner: str
-    folder: str
-    version: int
-    number: int
-    config: object
-    autocast: bool
-    digest: str | None = None
-    revision: str | None = None
-
-    def options(self) -> AdapterKeywords:
-        """Return the keywords with which a replica loads the adapter."""
-        return {
-            "config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number,
-            "revision": self.revision,
-        }  # fmt: skip
-
-
-@dataclass
-class Wanted:
-    """Says which state all replicas shall have, later ones too. asleep: the level of each tag that sleeps."""
-
-    paused: bool = False
-    asleep: dict[str, int] = field(default_factory=dict)
-    adapters: dict[str, WantedAdapter] = field(default_factory=dict)
 
 
 class Doing(Ending, Generic[T]):
@@ -381,7 +344,22 @@ class Crew:
 @asynccontextmanager
 async def in_turn(lock: threading.Lock) -> AsyncIterator[None]:
     """Hold a lock of other threads, without holding up the loop until it is free."""
-    await asyncio.get_running_loop().run_in_executor(None, lock.acquire)
+    taking: Future[None] = Future()
+
+    def take() -> None:
+        lock.acquire()
+        if taking.set_running_or_notify_cancel():
+            taking.set_result(None)
+        else:
+            lock.release()  # nobody waits any more: the fleet closes
+
+    threading.Thread(target=take, name="samebit-fleet-turn", daemon=True).start()
+    try:
+        await asyncio.wrap_future(taking)
+    except asyncio.CancelledError:
+        if not taking.cancel():
+            lock.release()  # it was taken, and the cancellation came before the answer
+        raise
     try:
         yield
     finally:

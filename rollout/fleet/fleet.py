@@ -28,10 +28,10 @@ from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
 from samebit.rollout.fleet.carrier import Carrier
-from samebit.rollout.fleet.crew import Crew, Wanted, in_turn
+from samebit.rollout.fleet.crew import Crew, in_turn
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
-from samebit.rollout.fleet.port import ReplicaPort
+from samebit.rollout.fleet.port import ReplicaPort, Wanted
 from samebit.rollout.fleet.router import Prompt
 from samebit.rollout.fleet.weights import FleetWeights
 from samebit.rollout.guard import contained

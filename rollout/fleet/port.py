@@ -1,14 +1,17 @@
-"""Say what the front of a fleet asks of a replica, wherever that runs, and what comes back."""
+"""Say what the front of a fleet asks of a replica, wherever that runs, what comes back, and how all shall be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from samebit.rollout.outputs import RequestOutput, StreamChunk
 from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from samebit.rollout.adapters.loading import AdapterKeywords
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,37 @@ class ReplicaPort(Protocol):
     async def stop(self) -> None:
         """End the replica, whatever it is doing."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class WantedAdapter:
+    """Describes an adapter that all replicas shall have.
+
+    inner: its name there. folder: or a name of the hub, with `revision`. number: in the digests of its cached blocks.
+    digest: of what was read; None until all have read it.
+    """
+
+    inner: str
+    folder: str
+    version: int
+    number: int
+    config: object
+    autocast: bool
+    digest: str | None = None
+    revision: str | None = None
+
+    def options(self) -> AdapterKeywords:
+        """Return the keywords with which a replica loads the adapter."""
+        return {
+            "config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number,
+            "revision": self.revision,
+        }  # fmt: skip
+
+
+@dataclass
+class Wanted:
+    """Says which state all replicas shall have, later ones too. asleep: the level of each tag that sleeps."""
+
+    paused: bool = False
+    asleep: dict[str, int] = field(default_factory=dict)
+    adapters: dict[str, WantedAdapter] = field(default_factory=dict)

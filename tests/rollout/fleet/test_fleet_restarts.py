@@ -329,3 +329,43 @@ def test_a_pause_after_an_interrupted_one_stays() -> None:
         assert all(port.side.rollout.paused for port in ports)
         fleet.resume()
         assert all(handle.result(HANG) for handle in handles)
+
+
+class NotedLock:
+    """Counts how often a lock was taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.taken = 0
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        self.taken += 1
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_fleet_that_is_closed_while_a_replica_waits_for_its_turn_gives_the_turn_back() -> None:
+    """A replica comes back during an update, and the fleet is closed; the update ends later."""
+    turn = NotedLock()
+    with LocalFleet(replicas=2) as local:
+        local.fleet._weights._turn = turn
+        with turn:
+            local.kill("0")
+            wait_until(lambda: local.fleet._crew.members["0"].incarnation == 2 and local.fleet._crew.members["0"].alive)
+            local.fleet.close()
+        wait_until(lambda: turn.taken == 2)
+        wait_until(lambda: not turn.locked())
+        with pytest.raises(WorkerStateError, match="the fleet is closed"):
+            local.fleet.receive_weights(TinyModule())
