@@ -28,7 +28,7 @@ from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
 from samebit.rollout.fleet.carrier import Carrier
-from samebit.rollout.fleet.crew import Crew, in_turn
+from samebit.rollout.fleet.crew import Crew, Doing, in_turn
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import ReplicaPort, Wanted
@@ -215,9 +215,7 @@ class Fleet(Closing):
         """Release memory on all replicas, as `RolloutWorker.sleep`; where one refuses, none does."""
         named = check_sleep(tags, level, shared=False)
         levels = {tag: level if tag == "weights" else 1 for tag in named}  # a cache has nothing to keep a copy of
-        with self._turn:
-            wanted = self._crew.wanted
-            self._change(replace(wanted, asleep={**wanted.asleep, **levels}), "sleep", tuple(named), level)
+        self._change(lambda wanted: replace(wanted, asleep={**wanted.asleep, **levels}), "sleep", tuple(named), level)
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         """Take the memory again on all replicas."""
@@ -231,8 +229,7 @@ class Fleet(Closing):
     def pause(self, mode: str = "keep") -> None:
         """Stand still until `resume()`, on all replicas, as `RolloutWorker.pause`; where one refuses, none does."""
         check_pause_mode(mode)
-        with self._turn:
-            self._change(replace(self._crew.wanted, paused=True), "pause", mode)
+        self._change(lambda wanted: replace(wanted, paused=True), "pause", mode)
 
     def resume(self) -> None:
         with self._turn:
@@ -309,26 +306,31 @@ class Fleet(Closing):
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _change(self, wanted: Wanted, name: str, *args: Any) -> None:
-        """Bring all replicas to another state by a command, or to the one before. In the caller's turn."""
-        before, self._crew.wanted = self._crew.wanted, wanted  # first: also for who starts while others wait
-        try:
-            self._crew.background.wait(self._change_all(before, wanted, name, args))
-        except BaseException:
-            self._crew.wanted = before
-            raise
-
-    async def _change_all(self, before: Wanted, wanted: Wanted, name: str, args: tuple[Any, ...]) -> None:
-        try:
-            await self._crew.command_all(name, *args)
-        except Exception:
-            if self._crew.wanted is wanted:
+    def _change(self, change: Callable[[Wanted], Wanted], name: str, *args: Any) -> None:
+        """Bring all replicas to another state by a command, or to the one before."""
+        with self._turn:
+            before = self._crew.wanted
+            self._crew.wanted = change(before)  # first: also for who starts while others wait
+            try:
+                changing = self._crew.background.spawn(self._crew.command_all(name, *args))
+            except WorkerStateError:
                 self._crew.wanted = before
-                await self._go_on()
                 raise
-        if self._crew.wanted is not wanted:  # the caller was interrupted, and its turn is over
-            async with in_turn(self._turn):
-                await self._go_on()
+            try:
+                changing.result()
+                return
+            except BaseException as error:
+                self._crew.wanted = before
+                undoing, failed = self._crew.background.spawn(self._undo(changing)), error
+        if isinstance(failed, Exception):  # the caller of one that was interrupted waits for no answer
+            undoing.wait()
+        raise failed
+
+    async def _undo(self, changing: Doing[Any]) -> None:
+        """Let replicas go on once all have answered a command. In a turn of its own: its caller may be interrupted."""
+        await changing.wait_async()
+        async with in_turn(self._turn):
+            await self._go_on()
 
     async def _go_on(self) -> None:
         """Let the replicas go on that stand still or sleep where the fleet does not."""

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
+from typing import Any
 
 import pytest
 import torch
 
 from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import Member
+from samebit.rollout.fleet.crew import Doing, Member
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
@@ -369,3 +370,46 @@ def test_a_fleet_that_is_closed_while_a_replica_waits_for_its_turn_gives_the_tur
         wait_until(lambda: not turn.locked())
         with pytest.raises(WorkerStateError, match="the fleet is closed"):
             local.fleet.receive_weights(TinyModule())
+
+
+def test_an_interrupt_after_the_last_answer_lets_the_replicas_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has ended by then, and nothing of it is left that could see that its caller has gone."""
+
+    def interrupted_late(doing: Doing[Any]) -> None:
+        doing.wait()
+        raise KeyboardInterrupt
+
+    with LocalFleet(replicas=2) as local:
+        for command in (local.fleet.pause, local.fleet.sleep):
+            with monkeypatch.context() as patched:
+                patched.setattr(Doing, "result", interrupted_late)
+                with pytest.raises(KeyboardInterrupt):
+                    command()
+            assert (local.fleet.paused, local.fleet.sleeping) == (False, ())
+            sides = [port.side.rollout for port in local.ports.values()]
+            wait_until(lambda sides=sides: not any(side.paused or side.sleeping for side in sides))
+        assert len(local.fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_what_goes_on_after_a_refusal_leaves_a_later_sleep_alone() -> None:
+    """The caller of the refused command is interrupted while replicas go on, and the next command has its turn."""
+    with LocalFleet(replicas=2) as local:
+        fleet, resumed, may_wake = local.fleet, threading.Event(), threading.Event()
+        refuse(local.ports["0"], "pause")
+        side = local.ports["1"].side
+        resume = side.resume
+
+        async def resume_slowly() -> None:
+            await resume()
+            resumed.set()
+            await asyncio.to_thread(may_wake.wait, HANG)
+
+        side.resume = resume_slowly
+        interrupted(fleet.pause, once=resumed.is_set)
+        with ThreadPoolExecutor(1) as other:
+            sleeping = other.submit(fleet.sleep)
+            wait_until(lambda: sleeping.done() or fleet._turn.locked())
+            may_wake.set()
+            sleeping.result(HANG)
+        wait_until(lambda: local.ports["1"].commands.count("wake_up") == 1)
+        assert [port.side.rollout.sleeping for port in local.ports.values()] == [fleet.sleeping] * 2
