@@ -331,6 +331,7 @@ class Fleet(Closing):
         await changing.wait_async()
         async with in_turn(self._turn):
             await self._go_on()
+        await self._weights.bring_up()
 
     async def _go_on(self) -> None:
         """Let the replicas go on that stand still or sleep where the fleet does not."""

@@ -62,10 +62,14 @@ class FleetWeights:
             return self._receive(source, given)
 
     def mend(self) -> None:
+        """Do as `bring_up`, in a caller's thread."""
+        self._crew.background.wait(self.bring_up())
+
+    async def bring_up(self) -> None:
         """Let replicas that lack the fleet's weights try to get them."""
         for member in self._crew.living():
             if member.state.weight_version != self.version:
-                self._crew.background.wait(self._behind(member))
+                await self._behind(member)
 
     async def catch_up(self, member: Member) -> None:
         """Give a replica the fleet's weights, from another that has them. Without one, it takes no requests.

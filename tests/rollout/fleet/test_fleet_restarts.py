@@ -413,3 +413,29 @@ def test_what_goes_on_after_a_refusal_leaves_a_later_sleep_alone() -> None:
             sleeping.result(HANG)
         wait_until(lambda: local.ports["1"].commands.count("wake_up") == 1)
         assert [port.side.rollout.sleeping for port in local.ports.values()] == [fleet.sleeping] * 2
+
+
+def test_a_replica_that_came_back_during_a_sleep_that_is_refused_gets_the_weights() -> None:
+    """Nobody could give them while the others slept."""
+    came, new = threading.Event(), TinyModule()
+    with LocalFleet(replicas=3) as local, ThreadPoolExecutor(1) as other:
+        fleet, side = local.fleet, local.ports["2"].side
+        sleep = side.sleep
+
+        async def refuse_late(tags: tuple[str, ...], level: int) -> None:
+            await sleep(tags, level)
+            await asyncio.to_thread(came.wait, HANG)
+            raise RuntimeError("not now")
+
+        side.sleep = refuse_late
+        fleet.receive_weights(new)
+        sleeping = other.submit(fleet.sleep)
+        wait_until(lambda: all(port.side.rollout.sleeping for port in local.ports.values()))
+        local.kill("0")
+        came_back(local, "0")
+        assert not fleet.replicas["0"]
+        came.set()
+        with pytest.raises(RuntimeError, match="not now"):
+            sleeping.result(HANG)
+        assert all(fleet.replicas.values())
+        assert torch.equal(local.ports["0"].side.rollout.module.proj.weight, new.proj.weight)
