@@ -128,14 +128,17 @@ class FleetAdapters:
             )
             if not reports:
                 raise NoReplicaError("no replica is alive to take an adapter")
-            if len({report.digest for report in reports}) > 1:
+            digest = reports[0].digest
+            # the digest is told first: who reads the adapter after the look below compares it itself
+            self._crew.wanted.adapters[wanted.inner] = replace(wanted, digest=digest)
+            late = {one.read.get(wanted.inner, digest) for one in self._crew.living()}
+            if {*late, *(report.digest for report in reports)} != {digest}:
                 raise AdapterError(
                     f"the replicas read different adapters from {wanted.folder}: it has changed meanwhile"
                 )
         except BaseException:
             self._forget(wanted, "finish")
             raise
-        self._crew.wanted.adapters[wanted.inner] = replace(wanted, digest=reports[0].digest)
         return reports[0]
 
     def _forget(self, adapter: WantedAdapter, in_flight: str) -> None:

@@ -35,7 +35,8 @@ DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
 
 @dataclass(eq=False)
 class Member:
-    """Holds what the fleet knows of a replica. incarnation: counts its starts. stats: as of its last feed."""
+    """Holds what the fleet knows of a replica. incarnation: counts its starts. stats: as of its last feed. read: the
+    digests of the adapters that it has read since it was started again, by their inner names."""
 
     name: str
     port: ReplicaPort
@@ -46,6 +47,7 @@ class Member:
     starting: bool = False
     restarts: int = 0
     stats: dict[str, float] = field(default_factory=dict)
+    read: dict[str, str | None] = field(default_factory=dict)
 
 
 class Doing(Ending, Generic[T]):
@@ -326,11 +328,14 @@ class Crew:
         Raises:
             AdapterError: a folder holds another one by now.
         """
+        member.read.clear()
         there = set(await member.port.command("adapters"))
         for one in list(self.wanted.adapters.values()):
             if one.inner not in there and one.inner in self.wanted.adapters:  # it may have been forgotten meanwhile
                 report = await member.port.command("load_adapter", one.inner, one.folder, **one.options())
-                if one.digest not in (None, report.digest):
+                member.read[one.inner] = report.digest  # what loads it now compares this, unless it has ended
+                kept = self.wanted.adapters.get(one.inner, one)
+                if kept.digest not in (None, report.digest):
                     raise AdapterError(f"{one.folder} holds another adapter than the one that the fleet has read there")
 
     async def _stop(self) -> None:

@@ -7,6 +7,7 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,39 @@ def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: M
     assert fleet.replicas["0"]
     assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__", "a#0"]] * 2
     fleet.drop_adapter("a")
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
+
+
+def test_a_replica_that_comes_back_during_a_load_and_reads_another_adapter_fails_the_load(
+    local: ModelFleet, tmp_path: Path
+) -> None:
+    """It was dead when the others were asked, and has read the folder before they have told what they read."""
+    fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
+    read, may_answer = threading.Event(), threading.Event()
+    load = local.ports["1"].side.rollout.load_adapter
+
+    def load_and_answer_late(name: str, source: object, **options: Any) -> object:
+        report = load(name, source, **options)
+        read.set()
+        assert may_answer.wait(HANG)
+        return report
+
+    def change_the_folder(port: LocalPort) -> None:
+        assert read.wait(HANG)
+        save_adapter(folder, seed=2)
+
+    local.ports["1"].side.rollout.load_adapter = load_and_answer_late
+    local.prepare = change_the_folder
+    local.kill("0")
+    member = fleet._crew.members["0"]
+    wait_until(lambda: not member.alive)
+    with ThreadPoolExecutor(1) as other:
+        loading = other.submit(fleet.load_adapter, "a", folder)
+        wait_until(lambda: "load_adapter" in local.ports["0"].commands and not member.starting)
+        may_answer.set()
+        with pytest.raises(AdapterError, match="the replicas read different adapters"):
+            loading.result(HANG)
+    assert fleet.adapters == ["__base__"]
     assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
 
 
