@@ -18,6 +18,7 @@ from samebit.rollout.fleet.crew import Doing, Member
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
+from ..inside import num_waiting
 from .local_fleet import LocalFleet, LocalPort
 from .test_fleet import PARAMS, PROMPTS, gated
 
@@ -256,10 +257,11 @@ def test_a_pause_that_one_replica_refuses_is_none() -> None:
     """It sleeps over a request that has begun, and can not finish it; the other has paused meanwhile."""
     with LocalFleet(replicas=2, prepare=gated) as local, ThreadPoolExecutor(1) as other:
         fleet, handle = local.fleet, local.fleet.submit([1] * 9, PARAMS)
-        gate = local.ports[local.busy()[0]].runner.gate
+        busy = local.ports[local.busy()[0]]
+        gate = busy.runner.gate
         gate.wait_for_a_step()
         sleeping = other.submit(fleet.sleep, "kv_cache")
-        wait_until(lambda: all("sleep" in port.commands for port in local.ports.values()))
+        wait_until(lambda: num_waiting(busy.side.rollout))
         gate.release()
         sleeping.result(HANG)
         with pytest.raises(WorkerStateError, match=r"waiting for requests .* needs a worker that generates"):
