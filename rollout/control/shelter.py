@@ -11,12 +11,13 @@ Invariants
   drops the statement's `__exit__`, and a weak reference to it puts word of that into the gate. Not even an interrupt
   between the statement and the first line of `__exit__` is missed.
 * A caller that goes away before its block began has changed nothing; what it waited for is given up.
-* In other threads there are no handlers, and no clerk: everything runs in place. So it does in the main thread where no
-  thread can be started: Python 3.12 starts none once the interpreter ends.
+* In other threads there are no handlers, and no clerk: everything runs in place. So it does in the main thread once the
+  interpreter ends, and runs no new thread any more.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from _thread import start_new_thread  # one call into C: done or not done, where Thread.start() may be half done
@@ -187,6 +188,8 @@ class Hold(Generic[T]):
         `Thread.is_alive` of the main thread does not tell whether the interpreter ends: an interrupt within it makes
         Python take that thread for one that has ended.
         """
+        if sys.is_finalizing():  # before 3.12 one would be started, and never run
+            return False
         try:
             start_new_thread(self._serve, ())
         except RuntimeError as error:

@@ -67,6 +67,9 @@ class _DeltaBase:
 class WeightSender(Closing):
     """Sends weights over a link, any number of times."""
 
+    no_deltas = ""
+    """Says why this transport sends none, where it does not."""
+
     def __init__(self, link: SenderLink) -> None:
         self.link = link
         self._base = _DeltaBase()
@@ -87,7 +90,9 @@ class WeightSender(Closing):
             NonFiniteWeightError: NaN or infinity; receivers that had begun to write have incomplete weights.
         """
         stream = _as_stream(weights, dtype)
-        _check_delta(delta, stream)
+        if why := self._why_not(delta):
+            _exhaust(stream)
+            raise ValueError(why)
         try:
             return self._send(stream, delta)
         except BaseException:
@@ -97,6 +102,12 @@ class WeightSender(Closing):
 
     def close(self) -> None:
         self.link.close()
+
+    def _why_not(self, delta: object) -> str:
+        """Return what is wrong with this `delta`, or nothing."""
+        if not isinstance(delta, bool):
+            return f"delta must be True or False, got {delta!r}"
+        return self.no_deltas if delta else ""
 
     def _send(self, stream: WeightStream, delta: bool) -> SendReport:
         if not delta:
@@ -232,12 +243,6 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
         _exhaust(weights)
         raise ValueError("dtype= casts a module or a dict; a WeightStream gives its tensors as it announced them")
     return weights
-
-
-def _check_delta(delta: object, stream: WeightStream) -> None:
-    if not isinstance(delta, bool):
-        _exhaust(stream)
-        raise ValueError(f"delta must be True or False, got {delta!r}")
 
 
 def _exhaust(stream: WeightStream) -> None:

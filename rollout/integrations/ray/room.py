@@ -50,9 +50,13 @@ def check_room(replicas: int, num_cpus: int, *, reserved: bool) -> None:
 def in_a_group(options: Mapping[str, object]) -> bool:
     """Tell whether Ray places actors with these options of its own in a placement group, theirs or the caller's."""
     strategy, group = options.get("scheduling_strategy"), options.get("placement_group", "default")
-    if isinstance(strategy, PlacementGroupSchedulingStrategy) or isinstance(group, PlacementGroup):
-        return True
-    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    if isinstance(strategy, PlacementGroupSchedulingStrategy):
+        group = strategy.placement_group
+    if isinstance(group, PlacementGroup):
+        return not group.is_empty
+    captures = options.get("placement_group_capture_child_tasks")
+    if captures is None:
+        captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return bool(captures) and strategy is None and group == "default" and get_current_placement_group() is not None
 
 

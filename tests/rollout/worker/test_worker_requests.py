@@ -7,6 +7,7 @@ import atexit
 import copy
 import pickle
 import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -397,6 +398,26 @@ def test_a_worker_may_be_closed_at_exit() -> None:
     command = [*python(), "-c", CLOSED_AT_EXIT, str(Path(__file__).parents[1])]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
     assert done.stdout == "closed 0\n"
+
+
+CLOSED_AS_MODULES_END = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from tiny_llama import tiny
+def samples():
+    with RolloutWorker(tiny(0), config=RolloutConfig(max_model_len=64)) as worker:
+        for _ in range(9):
+            yield worker.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+begun = samples()
+next(begun)
+"""
+
+
+def test_a_worker_may_be_closed_by_a_generator_that_python_ends() -> None:
+    """Before Python 3.12 a thread that is started by then never runs: who waited for it hung."""
+    command = [sys.executable, "-c", CLOSED_AS_MODULES_END, str(Path(__file__).parents[1])]  # a fork ends otherwise
+    subprocess.run(command, check=True, timeout=HANG)
 
 
 def test_an_interrupted_generate_aborts_its_requests(make_worker: MakeWorker) -> None:

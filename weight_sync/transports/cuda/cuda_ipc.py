@@ -29,7 +29,7 @@ from samebit.weight_sync.wire.buckets import (
     sealed_records,
 )
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
-from samebit.weight_sync.wire.sender import SendReport, WeightSender
+from samebit.weight_sync.wire.sender import WeightSender
 
 CUDA_BUCKET = 64 << 20
 
@@ -47,6 +47,8 @@ class CudaIpcSender(WeightSender):
         RuntimeError: torch sees no GPU.
     """
 
+    no_deltas = "CUDA IPC always sends all weights and takes no delta=True; use shared memory or a broadcast"
+
     def __init__(
         self,
         device: str | torch.device = "cuda",
@@ -57,14 +59,6 @@ class CudaIpcSender(WeightSender):
         link = DeviceSenderEnd(cuda_device(device), check_bucket_bytes(bucket_bytes), timeout)
         super().__init__(link)
         self.address = link.address
-
-    def send(self, weights: object, *, delta: bool = False, dtype: torch.dtype | None = None) -> SendReport:
-        """Send as `WeightSender.send` does, without deltas, which are made on the host."""
-        if delta:
-            raise ValueError(
-                "CUDA IPC always sends all weights and takes no delta=True; use shared memory or a broadcast"
-            )
-        return super().send(weights, dtype=dtype)
 
 
 class DeviceSenderEnd(SocketSenderEnd[CudaBuckets]):
