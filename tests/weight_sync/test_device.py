@@ -35,6 +35,7 @@ from samebit.weight_sync.wire.buckets import BucketHeader, Ending, Kind, RecordH
 from samebit.weight_sync.wire.decoding import decode, encode
 from samebit.weight_sync.wire.sender import WeightSender
 
+from ..noted_stream import noted_stream
 from ..patience import HANG
 
 BUCKET = 1024
@@ -334,6 +335,10 @@ def test_a_device_that_is_no_gpu(make: Callable[[str], object]) -> None:
             make("cuda")
 
 
-def test_a_delta_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes no delta=True"):
-        CudaIpcSender.send(Sender.__new__(Sender), Model(1), delta=True)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("delta", "says"), [(True, "takes no delta=True"), (0, "must be True or False, got 0")])
+def test_a_delta_is_refused_and_its_stream_gone_through(delta: bool, says: str) -> None:
+    """A sender needs a GPU; this one is refused before it has a link."""
+    sender, gathered = CudaIpcSender.__new__(CudaIpcSender), list[str]()
+    with pytest.raises(ValueError, match=says):
+        sender.send(noted_stream(dict(Model(1).named_parameters()), gathered), delta=delta)
+    assert gathered
