@@ -80,6 +80,7 @@ verl-grpo: install
 		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/verl-grpo-$(MODEL)) $(ARGS)
 
 trl-grpo: install
+	$(if $(filter-out dense,$(MODEL)),$(error trl-grpo has no MODEL=$(MODEL): give ARGS="--model FOLDER"))
 	$(BIN)/python recipes/trl_grpo/run.py $(ARGS)
 
 verl-matrix: install

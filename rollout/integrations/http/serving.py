@@ -26,6 +26,7 @@ import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from samebit.rollout.adapters.base import Base
+from samebit.rollout.errors import SelfTestError
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         setup = read_setup(argv)
         sockets = open_sockets(setup.settings)
         service = _loaded(setup, sockets)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SelfTestError) as error:
         sys.stderr.write(f"samebit serve: {' '.join(str(error).split())}\n")
         return UNUSABLE
     for one in (signal.SIGINT, signal.SIGTERM):

@@ -92,17 +92,19 @@ class RayWorker(Closing):
         config: RolloutConfig | None = None,
         num_cpus: int = 1,
         sync_timeout: float = DEFAULT_TIMEOUT,
+        device: str = "cpu",
         **options: Any,
     ) -> RayWorker:
         """Start an actor and load a model folder there. Ray must be running (`ray.init`).
 
-        num_cpus: cores that Ray reserves, and threads that the worker computes with unless its config says. options:
-        see `start_actor`. Raises what building a `RolloutWorker` raises.
+        num_cpus: cores that Ray reserves, and threads that the worker computes with unless its config says. device: see
+        the class. options: see `start_actor`. Raises what building a `RolloutWorker` raises.
         """
+        check_one_of("device", device, DEVICES)
         num_threads = None if config is None else config.num_threads
         options.setdefault("max_concurrency", MOST_CALLS)
         actor = start_actor(RolloutActor, num_cpus=num_cpus, num_threads=num_threads, **options)
-        worker = cls(actor, sync_timeout=sync_timeout)
+        worker = cls(actor, sync_timeout=sync_timeout, device=device)
         try:
             wait_for(worker.actor.load.remote(str(model), config))
         except BaseException:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from samebit.rollout import SelfTestError
 from samebit.rollout.cli import main
+from samebit.rollout.integrations.http import serving
 from samebit.rollout.integrations.http.settings import read_setup
 
 
@@ -73,3 +75,14 @@ def test_the_command_ends_with_one_line_for_what_it_can_not_serve(
     assert "samebit serve: no such model folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serve", "model", "--api-key", "secrets-are-no-flags"])
+
+
+def test_a_model_whose_self_test_fails_ends_the_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(_: object) -> None:
+        raise SelfTestError("row 3 differs in layer 1")
+
+    monkeypatch.setattr(serving, "load", load)
+    assert main(["serve", "model", "--port", "0"]) == 2
+    assert capsys.readouterr().err == "samebit serve: row 3 differs in layer 1\n"

@@ -321,7 +321,9 @@ def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pyte
 
     monkeypatch.setattr(client, "CudaIpcSender", Sender)
     monkeypatch.setattr(client, "wait_for", lambda reference: "report")
-    on_gpu = RayWorker(SimpleNamespace(receive_weights=Actor()), sync_timeout=9, device="cuda")
+    actor = SimpleNamespace(receive_weights=Actor(), load=SimpleNamespace(remote=lambda *_: None))
+    monkeypatch.setattr(client, "start_actor", lambda *_, **options: actor)
+    on_gpu = RayWorker.start("folder", sync_timeout=9, device="cuda")
     for _ in range(2):
         assert on_gpu.receive_weights({"weight": torch.zeros(3)}, partial=True) == "report"
     assert made == [(links.CudaIpcAt("there", 9), {"partial": True}), (9, ["weight"])] * 2
@@ -329,7 +331,7 @@ def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pyte
     links.CudaIpcAt("there", 9).open()
     assert made[-1] == (("there",), {"timeout": 9})
     with pytest.raises(ValueError, match=r"device must be .*'cpu'.*'cuda'.*got 'gpu'"):
-        RayWorker(None, device="gpu")
+        RayWorker.start("folder", device="gpu")
 
 
 def test_memory_and_control(worker: RayWorker) -> None:
