@@ -78,14 +78,16 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     _check_given(config, tokenizer)
     _check_threads(config.num_threads)
     base = Base.of(model, config.revision)
-    loaded = load_model(base.model, replace(config, revision=base.revision), tokenizer)
+    if tokenizer is None:
+        tokenizer = base.tokenizer()  # before the weights, which take longer to read
+    loaded = load_model(base.model, replace(config, revision=base.revision))
     with naming(model):
         _bind(loaded.module, config.exact)
     with torch.device("cpu"), torch.cuda.device_of(loaded.module.get_parameter("lm_head.weight")):
-        return _assembled(loaded, base, config)
+        return _assembled(loaded, base, config, tokenizer)
 
 
-def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig) -> WorkerParts:
+def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
     """Test a bound model where that is asked for, and give it memory."""
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
     self_test(loaded.module, config, loaded.max_model_len)
@@ -111,7 +113,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig) -> Worker
         ),
         max_model_len=loaded.max_model_len,
         eos_token_ids=_end_tokens(loaded.eos_token_ids, runner.vocab_size),
-        tokenizer=loaded.tokenizer,
+        tokenizer=tokenizer,
         has_experts=runner.shape.routes is not None,
         dtype=runner.shape.dtype,
         adapters=_adapters(loaded.module, base.adapter),

@@ -37,6 +37,8 @@ _NUMBER = r"(\d{1,9})"
 _WRAPPED = ".base_layer."
 """Stands in the names of layers that peft wraps."""
 
+_FREQUENCIES = "rotary_emb.inv_freq"
+
 _CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
 """A convolution that a folder holds apart has as many channels as the projection of the same name has outputs."""
 
@@ -183,8 +185,9 @@ class FolderNames:
 def ignored_names(module: nn.Module) -> tuple[str, ...]:
     """Return what text has no use for, in the module or in its saved weights, as regular expressions.
 
-    That is what the module's class says, and, where it wraps a text model, what the class of that says; and the layers
-    behind the last that the config announces for drafting.
+    That is what the module's class says, and, where it wraps a text model, what the class of that says; the layers
+    behind the last that the config announces for drafting; and the frequencies that older versions of transformers
+    saved in each layer, which the model computes.
     """
     if not isinstance(module, PreTrainedModel):
         return ()
@@ -193,6 +196,8 @@ def ignored_names(module: nn.Module) -> tuple[str, ...]:
     config = module.config.get_text_config().to_dict()
     for layer in range(config.get("num_nextn_predict_layers") or 0):
         found.append(rf"^model\.(language_model\.)?layers\.{config['num_hidden_layers'] + layer}\.")
+    if any(name.endswith(_FREQUENCIES) for name, _ in module.named_buffers()):
+        found.append(rf"(^|\.){re.escape(_FREQUENCIES)}$")
     return tuple(dict.fromkeys(found))
 
 

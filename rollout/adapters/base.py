@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from samebit.rollout.adapters.layout import CONFIG_FILE, check_beginning, config_of
 from samebit.rollout.errors import AdapterError
 from samebit.rollout.models.hub import model_folder
+from samebit.rollout.models.tokenizers import folder_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,15 @@ class Base:
         if revision is None and isinstance(own, str) and not Path(model).is_dir():
             revision = own or None
         return cls(model, revision, adapter)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the tokenizer of the adapter's folder, or of the model's where it has none; None where neither has
+        one, and for a module.
+
+        Raises:
+            ModelLoadError: it can not be read.
+        """
+        if isinstance(self.model, nn.Module):
+            return None
+        model = model_folder(self.model, self.revision)
+        return folder_tokenizer(model) if self.adapter is None else folder_tokenizer(self.adapter, model)

@@ -95,7 +95,7 @@ def check_model(
     unlimited_len = max(UNLIMITED_LEN, 2 * (new_tokens or 0))
     base = Base.of(folder, revision)
     config = RolloutConfig(dtype=dtype, device=device, revision=base.revision, dequantize=dequantize)
-    loaded = load_model(base.model, config, None, unlimited_len=unlimited_len)
+    loaded = load_model(base.model, config, unlimited_len=unlimited_len)
     new_tokens = _new_tokens(new_tokens, loaded.max_model_len)
     with naming(folder):
         trained = None if base.adapter is None else TrainersAdapter.of(loaded.module, base.adapter)

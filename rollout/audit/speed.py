@@ -62,7 +62,7 @@ def memory_figures(
     """
     base = Base.of(folder, revision)
     config = RolloutConfig(dtype=dtype, revision=base.revision, dequantize=dequantize, device=device)
-    loaded = load_model(base.model, config, None, unlimited_len=1)
+    loaded = load_model(base.model, config, unlimited_len=1)
     with naming(folder):
         model = bind(loaded.module)
     shape = MemoryShape.of(model, config.with_block_size(binding_of(model).ssm_chunk))

@@ -1,7 +1,7 @@
 """Bring what a user calls a model into memory as a module: `hub` finds the folder, `loading` reads and checks it;
 `saving` writes one.
 
-`own_reading` builds a module without transformers' reading, by the config that `text_config` reads. Imports `config`,
-`errors`, `requests` for end tokens and tokenizer, `samebit.weight_sync`, and `binding` of `samebit.kernels` for what it
-refuses; knows nothing of the engine.
+`own_reading` builds a module without transformers' reading, by the config that `text_config` reads; `tokenizers` reads
+what turns ids into text. Imports `config`, `errors`, `requests` for end tokens, `samebit.weight_sync`, and `binding` of
+`samebit.kernels` for what it refuses; knows nothing of the engine.
 """

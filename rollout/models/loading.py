@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from samebit.kernels import BindingError
@@ -31,12 +31,9 @@ from samebit.rollout.models.hub import model_folder
 from samebit.rollout.models.own_reading import holds_other_tensors, read_folder
 from samebit.rollout.models.text_config import read_text_config
 from samebit.rollout.requests.stopping import as_token_ids
-from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.folder_names import FolderNames
 from samebit.weight_sync.manifest import live_tensors
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,6 @@ class LoadedModel:
 
     module: PreTrainedModel
     shared: bool
-    tokenizer: Tokenizer | None
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
@@ -53,7 +49,6 @@ class LoadedModel:
 def load_model(
     model: str | Path | nn.Module,
     config: RolloutConfig,
-    tokenizer: Tokenizer | None,
     *,
     unlimited_len: int | None = None,
 ) -> LoadedModel:
@@ -61,7 +56,7 @@ def load_model(
     if isinstance(model, str | Path):
         folder = model_folder(model, config.revision)
         with naming(folder):
-            return _load_folder(folder, config, tokenizer, unlimited_len)
+            return _facts(_from_folder(folder, config), False, config, unlimited_len)
     if config.revision is not None:
         raise ModelLoadError(
             f"revision={config.revision!r} is for a name of the Hugging Face hub, and this is a module"
@@ -78,7 +73,7 @@ def load_model(
             "(a PreTrainedModel, or a PeftModel with one inside), got "
             f"{type(inner).__name__}"
         )
-    return _facts(module, True, tokenizer, config, unlimited_len)
+    return _facts(module, True, config, unlimited_len)
 
 
 @contextmanager
@@ -107,24 +102,9 @@ def position_limit(model: str | Path, revision: str | None) -> int | None:
         return _positions(read_text_config(folder))
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model folder brings a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
-def _load_folder(
-    folder: Path, config: RolloutConfig, tokenizer: Tokenizer | None, unlimited_len: int | None
-) -> LoadedModel:
-    module = _from_folder(folder, config)
-    if tokenizer is None and has_tokenizer(folder):
-        tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    return _facts(module, False, tokenizer, config, unlimited_len)
-
-
 def _facts(
     module: PreTrainedModel,
     shared: bool,
-    tokenizer: Tokenizer | None,
     config: RolloutConfig,
     unlimited_len: int | None,
 ) -> LoadedModel:
@@ -132,7 +112,6 @@ def _facts(
     return LoadedModel(
         module=module,
         shared=shared,
-        tokenizer=tokenizer,
         max_model_len=_max_model_len(module, config, unlimited_len),
         eos_token_ids=_eos_token_ids(module),
     )

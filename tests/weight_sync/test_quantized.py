@@ -118,15 +118,15 @@ def test_fp8_in_blocks_has_the_bits_of_transformers(fp8: Path) -> None:
 def test_a_worker_is_built_on_request(kind: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(kind)
     with pytest.raises(ModelLoadError, match=rf"quantized \(quant_method='{kind}'\); dequantize=True takes them as bf"):
-        load_model(folder, RolloutConfig(), None)
+        load_model(folder, RolloutConfig())
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    loaded = load_model(folder, RolloutConfig(dequantize=True), None)
+    loaded = load_model(folder, RolloutConfig(dequantize=True))
     model = gpt_oss() if kind == "mxfp4" else deepseek()
     apply_weights(model, folder, dequantize=True)
     assert differing(loaded.module, model) == []
     assert (loaded.eos_token_ids, loaded.module.training, loaded.shared) == ((5, 7), False, False)
     assert "quantization_config" not in loaded.module.config.to_dict()
-    wide = load_model(folder, RolloutConfig(dequantize=True, dtype="float32"), None).module
+    wide = load_model(folder, RolloutConfig(dequantize=True, dtype="float32")).module
     assert {tensor.dtype for tensor in wide.state_dict().values()} == {torch.float32}
     name = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(wide.state_dict()[name], model.state_dict()[name].float())
@@ -140,7 +140,7 @@ def test_other_formats_are_refused(settings: dict[str, Any], dequantize: bool, t
     with pytest.raises(WeightSourceError, match=says):
         apply_weights(deepseek(), tmp_path, dequantize=dequantize)
     with pytest.raises(ModelLoadError, match=says):
-        load_model(tmp_path, RolloutConfig(dequantize=dequantize), None)
+        load_model(tmp_path, RolloutConfig(dequantize=dequantize))
 
 
 def test_plain_weights_are_taken_with_the_option_too(tmp_path: Path) -> None:

@@ -18,12 +18,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from logging import config as logging_config
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import uvicorn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.errors import SelfTestError
@@ -33,8 +31,6 @@ from samebit.rollout.integrations.http.app import Doors, create_app
 from samebit.rollout.integrations.http.openai.tools import check_parser
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings, Setup, read_setup
-from samebit.rollout.models.hub import model_folder
-from samebit.rollout.models.loading import has_tokenizer
 from samebit.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -90,7 +86,7 @@ def _noted(number: int, _: FrameType | None) -> None:
 
 def load(setup: Setup) -> Service:
     """Load model and tokenizer. Raises ValueError for what can not be served."""
-    tokenizer = _tokenizer(Base.of(setup.model, setup.worker.revision))
+    tokenizer = Base.of(setup.model, setup.worker.revision).tokenizer()
     one = setup.settings.replicas == 1
     name = setup.settings.served_model_name or setup.model
     tracing = tracing_of(setup.settings.otlp_traces_endpoint, name)
@@ -130,16 +126,6 @@ def fleet_of(setup: Setup) -> Fleet:
         options=FleetOptions(resubmit=setup.settings.resubmit),
         num_cpus=setup.settings.replica_cpus or even_share(setup.settings.replicas),
     )
-
-
-def _tokenizer(base: Base) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of an adapter's folder, or of its model's where it has none; None where neither has one."""
-    model = model_folder(cast(str | Path, base.model), base.revision)
-    for folder in (model,) if base.adapter is None else (base.adapter, model):
-        if has_tokenizer(folder):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            return tokenizer
-    return None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from verl.utils.device import get_device_name
 from samebit.rollout.checks import as_int, check_bool, check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
-from samebit.rollout.models.loading import TOKENIZER_FILES, has_tokenizer
+from samebit.rollout.models.tokenizers import TOKENIZER_FILES, has_tokenizer
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 from samebit.weight_sync.wire.patience import check_timeout
 

@@ -225,9 +225,9 @@ def test_a_folder_that_is_called_like_a_name_comes_first(cache: Cache, models: l
     shutil.copytree(models[0], NAME)
     assert model_folder(NAME) == Path(NAME)
     with pytest.raises(ModelLoadError, match="revision='v1' is for a name"):
-        load_model(NAME, RolloutConfig(revision="v1"), None)
+        load_model(NAME, RolloutConfig(revision="v1"))
     with pytest.raises(ModelLoadError, match="and this is a module"):
-        load_model(LlamaForCausalLM.from_pretrained(NAME), RolloutConfig(revision="v1"), None)
+        load_model(LlamaForCausalLM.from_pretrained(NAME), RolloutConfig(revision="v1"))
 
 
 def test_a_word_may_be_a_folder_or_a_name(cache: Cache) -> None:
@@ -239,4 +239,4 @@ def test_a_snapshot_without_weights_says_so(cache: Cache) -> None:
     for file in (cache.repo / "snapshots" / SECOND).glob("*.safetensors"):
         file.unlink()
     with pytest.raises(ModelLoadError, match=r"hf download|has no weights"):
-        load_model(NAME, RolloutConfig(), None)
+        load_model(NAME, RolloutConfig())
