@@ -43,9 +43,9 @@ def over_generate(machine: str, *sizes: str) -> list[Figure]:
     return [Figure(f"rollout-{machine}.json", f"ratio_vs_hf_generate_{size}") for size in sizes]
 
 
-def of_prefix_cache(suffix: str) -> list[Figure]:
+def of_prefix_cache(machine: str) -> list[Figure]:
     names = ("requests_per_second_gain_out8", "requests_per_second_gain_out128")
-    return [Figure(f"prefix_cache{suffix}.json", name, more=1.0) for name in names]
+    return [Figure(f"prefix_cache-{machine}.json", name, more=1.0) for name in names]
 
 
 GROUPS = {size: (f"{size}_fp32_groups", f"{size}_bf16_groups") for size in ("5m", "100m")}
@@ -62,12 +62,12 @@ CELLS: dict[str, tuple[list[Figure], ...]] = {
     ),
     "as much, 100 M": (over_generate("zen4", "100m", "100m_bf16"), [], over_generate("intel", "100m", "100m_bf16")),
     "as much, a hybrid": ([Figure("hybrid-zen4.json", HYBRID)], [], [Figure("hybrid-intel.json", HYBRID)]),
-    "the same engine with torch's kernels": (
+    "the same engine, module by module": (
         [Figure("rollout-zen4.json", "exact_tax", inverse=True)],
         [],
         [Figure("rollout-intel.json", "exact_tax", inverse=True)],
     ),
-    "itself without the prefix cache": tuple(of_prefix_cache(suffix) for suffix in ("", "-zen3", "-intel")),
+    "itself without the prefix cache": tuple(of_prefix_cache(machine) for machine in ("zen4", "zen3", "intel")),
 }
 
 
