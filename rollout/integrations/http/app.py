@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from samebit.rollout.integrations.http import errors
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.metrics.worker import WorkerCollector
-from samebit.rollout.integrations.http.middleware import OPEN_PATHS, Bearer, BodyLimit, LoopbackOnly
+from samebit.rollout.integrations.http.middleware import OPEN_PATHS, Bearer, BodyLimit, LoopbackOnly, guarded_route
 from samebit.rollout.integrations.http.openai.routes import routes as openai_routes
 from samebit.rollout.integrations.http.rl.routes import CONTROL_PATHS, control_routes, generate_routes
 from samebit.rollout.integrations.http.service import Service
@@ -38,22 +38,25 @@ class Doors:
 
 def create_app(service: Service, control_port: int | None = None) -> Doors:
     """Return the application of a service. control_port: of the listener of --control loopback."""
-    settings = service.settings
     service.metrics.registry.register(WorkerCollector(service))
-    inner = settings.control == "loopback"
-    public = _endpoints(service, control=settings.control == "token")
-    loopback = LoopbackOnly(_limited(_endpoints(service, control=True), service)) if inner else None
-    return Doors(_guarded(public, service), loopback, control_port)
+    loopback: ASGIApp | None = None
+    if service.settings.control == "loopback":
+        loopback = LoopbackOnly(_limited(_endpoints(service, control_routes(service)), service))
+    return Doors(_guarded(_public(service), service), loopback, control_port)
+
+
+def _public(service: Service) -> FastAPI:
+    """Return the endpoints of the public address, those of control only behind the token."""
+    token = service.settings.control_token
+    if service.settings.control == "token" and token is not None:
+        return _endpoints(service, control_routes(service, guarded_route(token)))
+    return _endpoints(service)
 
 
 def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
-    settings = service.settings
-    app = _limited(app, service)
-    if settings.api_key is not None:
-        app = Bearer(app, settings.api_key, lambda path: path not in OPEN_PATHS and path not in CONTROL_PATHS)
-    if settings.control == "token" and settings.control_token is not None:
-        app = Bearer(app, settings.control_token, lambda path: path in CONTROL_PATHS)
-    return app
+    """Ask for the API key; the endpoints of control ask for a token of their own, or answer that they are closed."""
+    app, key = _limited(app, service), service.settings.api_key
+    return app if key is None else Bearer(app, key, OPEN_PATHS | CONTROL_PATHS)
 
 
 def _limited(app: ASGIApp, service: Service) -> ASGIApp:
@@ -61,7 +64,7 @@ def _limited(app: ASGIApp, service: Service) -> ASGIApp:
     return BodyLimit(inner, service.settings.max_body_bytes)
 
 
-def _endpoints(service: Service, *, control: bool) -> FastAPI:
+def _endpoints(service: Service, control: APIRouter | None = None) -> FastAPI:
     app = FastAPI(
         title="samebit", description="Rollouts whose log-probabilities are bit for bit the trainer's", docs_url=None,
         redoc_url=None,
@@ -70,10 +73,10 @@ def _endpoints(service: Service, *, control: bool) -> FastAPI:
     app.router.dependencies.append(Depends(known_query))
     app.include_router(openai_routes(service))
     app.include_router(generate_routes(service))
-    if control:
-        app.include_router(control_routes(service))
+    if control is not None:
+        app.include_router(control)
     _add_probes(app, service)
-    if not control:
+    if control is None:
         _name_the_closed_doors(app)
     return app
 

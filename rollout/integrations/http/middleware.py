@@ -6,10 +6,13 @@ Plain ASGI: a layer that wraps every piece of a stream would cost more than the 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samebit.rollout.integrations.http.errors import ApiError, answer
@@ -50,24 +53,53 @@ class BodyLimit:
 
 
 class Bearer:
-    """Asks for a bearer token where `wanted` says so. Tokens are compared in constant time."""
+    """Asks for a bearer token at all paths but some."""
 
-    def __init__(self, app: ASGIApp, token: str, wanted: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, token: str, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._token = token.encode()
-        self._wanted = wanted
+        self._token = token
+        self._open = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._wanted(scope["path"]):
-            given = Headers(scope=scope).get("authorization", "")
-            kind, _, token = given.partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
-                error = ApiError(
-                    401, "a bearer token is needed here", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-                )
+        if scope["type"] == "http" and _path_inside(scope) not in self._open:
+            try:
+                _check_token(Headers(scope=scope), self._token)
+            except ApiError as error:
                 await answer(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def guarded_route(token: str) -> type[APIRoute]:
+    """Return a kind of route that asks for a bearer token before it reads a body, under whatever path it is found."""
+
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                _check_token(request.headers, token)
+                return await handler(request)
+
+            return guarded
+
+    return GuardedRoute
+
+
+def _path_inside(scope: Scope) -> str:
+    """Return the path below the one that the application is mounted at, as its router reads it."""
+    path: str = scope["path"]
+    mount: str = scope.get("root_path", "")
+    return path[len(mount) :] if path.startswith(f"{mount}/") else path
+
+
+def _check_token(headers: Headers, token: str) -> None:
+    """Raise `ApiError` 401 where the headers do not hold this bearer token. It is compared in constant time."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        raise ApiError(
+            401, "a bearer token is needed here", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        )
 
 
 class LoopbackOnly:

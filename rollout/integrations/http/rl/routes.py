@@ -6,6 +6,7 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from samebit.rollout.async_worker import AsyncWorker
@@ -56,9 +57,9 @@ def generate_routes(service: Service) -> APIRouter:
     return router
 
 
-def control_routes(service: Service) -> APIRouter:
-    """Return the endpoints that command the worker."""
-    router = APIRouter(responses=ERRORS)
+def control_routes(service: Service, kind: type[APIRoute] = APIRoute) -> APIRouter:
+    """Return the endpoints that command the worker, as routes of this kind."""
+    router = APIRouter(responses=ERRORS, route_class=kind)
     inside = AsyncWorker(Sources(), service.worker)
     _add_pauses(router, service, inside)
     _add_memory(router, service, inside)
