@@ -24,25 +24,26 @@ from samebit.rollout.integrations.http.service import Service
 
 @dataclass(frozen=True)
 class Doors:
-    """Serves both ports of the process: `public` for everyone, `loopback` for the port of the control listener."""
+    """Serves both listeners of the process: `public` for everyone, `loopback` for what comes to `control`: an address,
+    since the other listener may have the same port at another one."""
 
     public: ASGIApp
     loopback: ASGIApp | None
-    control_port: int | None
+    control: tuple[str, int] | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        inner = scope["type"] == "http" and scope["server"][1] == self.control_port
+        inner = scope["type"] == "http" and tuple(scope.get("server") or ()) == self.control
         app = self.loopback if inner and self.loopback is not None else self.public
         await app(scope, receive, send)
 
 
-def create_app(service: Service, control_port: int | None = None) -> Doors:
-    """Return the application of a service. control_port: of the listener of --control loopback."""
+def create_app(service: Service, control: tuple[str, int] | None = None) -> Doors:
+    """Return the application of a service. control: host and port of the listener of --control loopback."""
     service.metrics.registry.register(WorkerCollector(service))
     loopback: ASGIApp | None = None
     if service.settings.control == "loopback":
         loopback = LoopbackOnly(_limited(_endpoints(service, control_routes(service)), service))
-    return Doors(_guarded(_public(service), service), loopback, control_port)
+    return Doors(_guarded(_public(service), service), loopback, control)
 
 
 def _public(service: Service) -> FastAPI:

@@ -165,8 +165,8 @@ class Server:
 
     def __init__(self, service: Service, sockets: Sockets) -> None:
         settings = service.settings
-        control_port = None if sockets.control is None else sockets.control.getsockname()[1]
-        self.app: Doors = create_app(service, control_port)
+        control = None if sockets.control is None else sockets.control.getsockname()[:2]
+        self.app: Doors = create_app(service, control)
         self._service = service
         self._sockets = sockets
         self._server = uvicorn.Server(

@@ -92,6 +92,8 @@ class ServeSettings:
             raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {self.control!r}")
         if self.control == "token" and not self.control_token:
             raise ValueError(f"control='token' needs {PREFIX}CONTROL_TOKEN, or control_token in the file")
+        if self.control == "loopback" and self.port == self.control_port != 0:
+            raise ValueError(f"port and control_port must be two with control='loopback', got {self.port} for both")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile are given together")
 

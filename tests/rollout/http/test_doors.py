@@ -53,6 +53,25 @@ def test_tokens_are_asked_for_wherever_the_application_is_mounted(
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("server", [("10.0.0.5", 8001), ("::1", 8001), ("127.0.0.1", 8000), ("socket", None), None])
+def test_only_the_address_of_the_control_listener_has_control(served: Served, server: tuple[str, int] | None) -> None:
+    """Two listeners may have one port, at two addresses."""
+    app = create_app(beside(served, control="loopback"), ("127.0.0.1", 8001))
+
+    def asked(server: tuple[str, int] | None) -> int:
+        taken: list[dict[str, Any]] = []
+
+        async def take(message: dict[str, Any]) -> None:
+            taken.append(message)
+
+        scope = {**POST, "server": server, "path": "/resume", "headers": [(b"host", b"localhost:8001")]}
+        asyncio.run(app(scope, empty, take))
+        return int(taken[0]["status"])
+
+    assert asked(("127.0.0.1", 8001)) == 200
+    assert asked(server) == 404
+
+
 def test_a_control_token_is_asked_for_before_a_body_is_read(served: Served) -> None:
     service, taken = beside(served, control="token", control_token="secret"), []
 

@@ -46,6 +46,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         (["--control", "open"], {}, "", "control must be one of off, loopback, token"),
         (["--control", "token"], {}, "", "needs SAMEBIT_SERVE_CONTROL_TOKEN"),
         (["--ssl-certfile", "a"], {}, "", "are given together"),
+        (["--control", "loopback", "--port", "8001"], {}, "", "port and control_port must be two .* got 8001 for both"),
         (["--max-num-seqs", "0"], {}, "", "max_num_seqs must be an int of at least 1"),
     ],
 )
@@ -56,6 +57,11 @@ def test_a_wrong_setting_is_named(
     path.write_text(file)
     with pytest.raises(ValueError, match=says):
         read_setup(["model", "--config", str(path), *flags], environment)
+
+
+def test_two_listeners_at_any_port_get_two() -> None:
+    settings = read_setup(["model", "--control", "loopback", "--port", "0", "--control-port", "0"], {}).settings
+    assert settings.port == settings.control_port == 0
 
 
 @pytest.mark.parametrize(
