@@ -94,6 +94,8 @@ class ServeSettings:
             raise ValueError(f"control='token' needs {PREFIX}CONTROL_TOKEN, or control_token in the file")
         if self.control == "loopback" and self.port == self.control_port != 0:
             raise ValueError(f"port and control_port must be two with control='loopback', got {self.port} for both")
+        if self.api_key == "":
+            raise ValueError("api_key must not be empty: leave it out to ask for none")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile are given together")
 
@@ -149,7 +151,8 @@ def _check_kind(one: Field[Any], value: object) -> None:
     if value is None and one.default is None:
         return
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise ValueError(f"{one.name} must be of type {kind.__name__}, got {value!r}")
+        shown = "..." if one.name in SECRETS else repr(value)
+        raise ValueError(f"{one.name} must be of type {kind.__name__}, got {shown}")
 
 
 def _from_text(one: Field[Any], text: str) -> Any:
