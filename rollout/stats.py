@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.engine.engine import Engine
@@ -16,6 +17,7 @@ from samebit.rollout.guard import contained
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
+_IN_USE = ("running", "waiting", "blocks_cached", "blocks_evictable", "states_used")
 
 
 def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
@@ -58,6 +60,13 @@ def _checkpoint_stats(checkpoints: CheckpointPool) -> dict[str, float]:
         "state_misses_evicted": counters.misses_evicted,
         "state_misses_diverged": counters.misses_diverged,
     }
+
+
+def at_rest(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of a worker that is gone: what it has counted stays, and nothing of it is in use."""
+    idle = {name: 0.0 for name in _IN_USE if name in stats}
+    free = {"blocks_free": stats["blocks_total"]} if "blocks_total" in stats else {}
+    return {**stats, **idle, **free}
 
 
 class StatsLog:

@@ -25,6 +25,7 @@ from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState, Streamed, Wanted
 from samebit.rollout.fleet.router import Router
 from samebit.rollout.requests.ending import Ending
+from samebit.rollout.stats import at_rest
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,9 @@ DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
 
 @dataclass(eq=False)
 class Member:
-    """Holds what the fleet knows of a replica. incarnation: counts its starts. stats: as of its last feed. read: the
-    digests of the adapters that it has read since it was started again, by their inner names."""
+    """Holds what the fleet knows of a replica. incarnation: counts its starts. stats: as of its last feed, and of
+    one that is dead what it had counted. read: the digests of the adapters that it has read since it was started again,
+    by their inner names."""
 
     name: str
     port: ReplicaPort
@@ -160,6 +162,7 @@ class Crew:
         if self.background.closed or not member.alive or member.starting or member.incarnation != life:
             return
         member.alive = False
+        member.stats = at_rest(member.stats)
         logger.warning("replica %s has died: %s", member.name, error)
         self.router.remove(member.name)
         self.router.add(member.name, self._limit)
@@ -241,7 +244,8 @@ class Crew:
             while True:
                 feed = await self._next_feed(member, port)
                 self.router.reopen(member.name, SILENT)
-                member.stats = feed.stats
+                if member.alive:
+                    member.stats = feed.stats
                 self.on_tokens(feed.tokens)
                 self._take(member, feed.state)
                 for news in feed.news:

@@ -268,7 +268,8 @@ class Fleet(Closing):
         return {**total, **self.fleet_stats()}
 
     def replica_stats(self) -> dict[str, dict[str, float]]:
-        """Return the numbers of each replica as of its last feed, at most about a second old; no replica is asked."""
+        """Return the numbers of each replica as of its last feed, at most about a second old; no replica is asked. Of a
+        dead one there is what it has counted, and nothing in use."""
         return {name: dict(member.stats) for name, member in self._crew.members.items()}
 
     def fleet_stats(self) -> dict[str, float]:

@@ -284,6 +284,26 @@ def test_a_replica_is_given_up_at_last() -> None:
             local.fleet.load_state_dict(TinyModule().state_dict())
 
 
+def test_a_dead_replica_has_what_it_has_counted_and_nothing_in_use() -> None:
+    with LocalFleet(replicas=2, prepare=gated, max_restarts=0) as local:
+        handles = [local.fleet.submit([number] * 9, PARAMS) for number in range(4)]
+        for port in local.ports.values():
+            port.runner.gate.release(3)
+        wait_until(lambda: local.fleet.replica_stats()["1"]["output_tokens"])
+        alive = local.fleet.replica_stats()["1"]
+        assert alive["running"] > 0
+        local.kill("1")
+        wait_until(lambda: "used up" in local.fleet._crew.router.closed().get("1", ""))
+        dead = local.fleet.replica_stats()["1"]
+        for name in ("running", "waiting", "blocks_cached", "blocks_evictable", "states_used"):
+            assert dead[name] == 0
+        assert dead["blocks_free"] == dead["blocks_total"] == 64
+        for name in ("output_tokens", "prefill_tokens_computed"):
+            assert dead[name] >= alive[name] > 0
+        local.ports["0"].runner.gate.release(1000)
+        wait_until(lambda: all(handle.done for handle in handles))
+
+
 def test_a_silent_replica_takes_no_requests_until_it_speaks() -> None:
     with LocalFleet(replicas=2, silent_seconds=2.0) as local:
         port = local.ports["0"]

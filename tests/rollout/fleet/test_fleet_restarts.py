@@ -15,6 +15,7 @@ import torch
 
 from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.crew import Doing, Member
+from samebit.rollout.fleet.port import Feed
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
@@ -133,6 +134,36 @@ def test_a_broken_replica_is_started_again() -> None:
         assert torch.equal(local.ports["0"].side.rollout.module.proj.weight, new.proj.weight)
         assert local.fleet.receive_weights(TinyModule()).version == 2
         assert len(local.fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_what_a_broken_replica_still_tells_leaves_nothing_in_use() -> None:
+    """A feed of it may come after it was found broken."""
+
+    def tell_at_the_end(port: LocalPort) -> None:
+        muted(port)
+        feed, stop, told = port.feed, port.stop, asyncio.Event()
+
+        async def noted() -> Feed:
+            try:
+                return await feed()
+            finally:
+                told.set()
+
+        async def stop_later() -> None:
+            port.mute.set()
+            await told.wait()
+            await stop()
+
+        port.feed, port.stop = noted, stop_later
+
+    with LocalFleet(replicas=2, prepare=tell_at_the_end, silent_seconds=HANG, max_restarts=0) as local:
+        local.ports["0"].side.rollout.generate(PROMPTS, PARAMS)
+        break_worker(local.ports["0"])
+        local.fleet.stats()
+        wait_until(lambda: "used up" in local.fleet._crew.router.closed().get("0", ""))
+        dead = local.fleet.replica_stats()["0"]
+        assert dead["blocks_cached"] == 0
+        assert dead["blocks_free"] == dead["blocks_total"]
 
 
 @pytest.mark.parametrize("command", ["receive_weights", "pause", "sleep", "stats"])
