@@ -17,9 +17,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import samebit.rollout.integrations.http.metrics as metrics_package
 from samebit.rollout.integrations.http.metrics.worker import metric_name
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service
+from samebit.rollout.integrations.http.settings import ServeSettings
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
 
 from ...patience import wait_until
+from ..conftest import FakeRunner
+from ..step_gate import StepGate
 from .served import NAME, Served
+
+MakeWorker = Callable[..., tuple[RolloutWorker, FakeRunner]]
 
 
 def read(served: Served) -> dict[str, float]:
@@ -63,6 +71,17 @@ def test_the_numbers_are_the_workers(served: Served) -> None:
     assert after["samebit_blocks"] == stats["blocks_total"]
     assert after["vllm:num_requests_running"] == after["samebit_requests_inside"] == 0
     assert not [name for name in stats if not {metric_name(name), f"samebit_{name}_total"} & after.keys()]
+
+
+def test_samples_that_nobody_waits_for_any_more_are_counted_each(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    runner.gate = StepGate()
+    service = Service(worker, ServeSettings(), NAME, None)
+    with service.submitted(Asked(id="mine", prompts=[Prompt([1, 2])], params=SamplingParams(n=8, max_tokens=30))):
+        runner.gate.wait_for_a_step()
+    labels = {"model_name": NAME, "engine": "0", "finished_reason": "abort"}
+    assert service.metrics.registry.get_sample_value("vllm:request_success_total", labels) == 8
+    runner.gate.release(100)
 
 
 def test_time_passes_between_the_tokens_of_a_stream(served: Served) -> None:

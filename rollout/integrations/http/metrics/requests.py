@@ -26,14 +26,15 @@ _SAMPLES = (1, 2, 5, 10, 20, 50, 100)
 
 @dataclass
 class Seen:
-    """Takes the requests that have left."""
+    """Takes the requests that have left. n: the samples of each."""
 
     metrics: RequestMetrics
+    n: int
 
     def ended(self, handles: Iterable[ServedHandle]) -> None:
         """Observe the results of these requests."""
         for handle in handles:
-            self.metrics.observe(handle)
+            self.metrics.observe(handle, self.n)
 
 
 class _Times:
@@ -109,7 +110,7 @@ class RequestMetrics:
             if params.max_tokens is not None:
                 self._max_tokens.observe(params.max_tokens)
         try:
-            yield Seen(self)
+            yield Seen(self, params.n)
         finally:
             self._inside.dec()
 
@@ -117,10 +118,10 @@ class RequestMetrics:
         """Observe the time between two tokens of a stream."""
         self._times.between.observe(seconds)
 
-    def observe(self, handle: ServedHandle) -> None:
-        """Observe a request that has left the server."""
+    def observe(self, handle: ServedHandle, n: int) -> None:
+        """Observe a request of `n` samples that has left the server."""
         if not handle.done:
-            self._success.labels(*self._labels, "abort").inc()
+            self._success.labels(*self._labels, "abort").inc(n)
             return
         try:
             output = handle.result(0)
