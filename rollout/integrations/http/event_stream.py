@@ -73,28 +73,38 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
+        try:
+            began, error = await self._send_events(task, send)
+            self._stalls.sending(task, asyncio.get_running_loop().time())
+            if error is None:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
+                await self._fail(error, began, scope, receive, send)
+        finally:
+            self._stalls.sent(task)
+
+    async def _send_events(self, task: asyncio.Task[object], send: Send) -> tuple[bool, ApiError | None]:
+        """Send what comes. Returns whether anything was sent, and what has ended it; nothing runs for it any more."""
         loop, stalls = asyncio.get_running_loop(), self._stalls
         began = False
         try:
             async for content in self._events:
-                if not began:
-                    began = True
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 stalls.sending(task, loop.time())
+                if not began:
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    began = True
                 await send({"type": "http.response.body", "body": content, "more_body": True})
                 stalls.sent(task)
         except asyncio.CancelledError:
             if not self._expired:
                 raise
-            await self._fail(self._too_late(), began, scope, receive, send)
+            return began, self._too_late()
         except Exception as error:  # boundary: the client hears of it
-            await self._fail(api_error(error), began, scope, receive, send)
-        else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return began, api_error(error)
         finally:
-            stalls.sent(task)
             if isinstance(self._events, AsyncGenerator):
                 await self._events.aclose()
+        return began, None
 
     async def _fail(self, error: ApiError, began: bool, scope: Scope, receive: Receive, send: Send) -> None:
         if not began:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,19 +22,21 @@ from hypothesis import strategies as st
 from samebit.kernels.openmp import process_environment
 from samebit.rollout.integrations.http.app import create_app
 from samebit.rollout.integrations.http.errors import ApiError, encoded
+from samebit.rollout.integrations.http.event_stream import EventStream
 from samebit.rollout.integrations.http.openai.prompts import completion_prompts
 from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText
 from samebit.rollout.integrations.http.openai.tools import HermesParser
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service
 from samebit.rollout.integrations.http.settings import ServeSettings
+from samebit.rollout.integrations.http.step_hub import StallWatch
 from samebit.rollout.outputs import StreamChunk
 from samebit.rollout.requests.stop_strings import text_of
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
 from ...forks import python
-from ...patience import wait_until
+from ...patience import HANG, wait_until
 from ..conftest import FakeRunner
 from ..step_gate import StepGate
 from ..tiny_llama import byte_fallback_tokenizer
@@ -87,6 +89,63 @@ def test_a_client_that_never_reads_holds_nothing(served: Served) -> None:
     assert service.admission.inside == 0
     wait_until(lambda: aborted(served) == before + 1)
     wait_until(lambda: served.service.worker.stats()["running"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "unread"),
+    [
+        (LONG, {"type": "http.response.start"}),
+        ({**LONG, "max_tokens": 3}, {"more_body": False}),
+        ({**LONG, "prompt": ["a"] * 2, "n": 16}, {"status": 400}),
+    ],
+)
+def test_a_client_that_does_not_read_the_first_or_the_last_message_holds_nothing(
+    served: Served, body: dict[str, Any], unread: dict[str, Any]
+) -> None:
+    """As one whose connection is full of what it has not read of an earlier answer."""
+    service, taken = beside(served, stall_seconds=0.2, max_waiting=0), []
+
+    async def stand_still(message: dict[str, Any]) -> None:
+        taken.append(message)
+        if unread.items() <= message.items():
+            await asyncio.Event().wait()
+
+    asyncio.run(ask(service, body, stand_still))
+    assert unread.items() <= taken[-1].items()
+    assert service.admission.inside == 0
+    wait_until(lambda: served.service.worker.stats()["running"] == 0)
+
+
+def test_a_deadline_ends_what_runs_for_a_client_that_does_not_read() -> None:
+    """It hears of the deadline when it reads again: with a status of its own, where it has read nothing."""
+    taken: Sent = []
+
+    async def check() -> None:
+        ended, reading = asyncio.Event(), asyncio.Event()
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                yield b"data: 1\n\n"
+            finally:
+                ended.set()
+
+        async def stay() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def read_later(message: dict[str, Any]) -> None:
+            taken.append(message)
+            await reading.wait()
+
+        stream = EventStream(events(), StallWatch(HANG), 0.01, lambda: ApiError(504, "too late"))
+        streaming = asyncio.create_task(stream({"type": "http"}, stay, read_later))
+        await ended.wait()
+        reading.set()
+        await streaming
+
+    asyncio.run(asyncio.wait_for(check(), HANG))
+    assert [one["status"] for one in taken if "status" in one] == [200, 504]
+    assert json.loads(taken[-1]["body"])["error"]["message"] == "too late"
 
 
 def test_a_deadline_ends_a_stream_with_its_error(served: Served) -> None:
