@@ -3,7 +3,7 @@
 Invariants
 ----------
 * Requests wait on the event loop, without a thread each; a call that is cancelled aborts its requests. What takes the
-  worker's lock or waits for a sender runs in a thread.
+  worker's lock or waits for a sender runs in a thread, which the end of the process does not wait for.
 * `stats` and `abort` answer whatever the worker is doing.
 * Weights come over a link or from a folder, never inside a call.
 """
@@ -11,8 +11,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -50,7 +51,7 @@ class AsyncWorker:
     def __init__(self, sources: Sources, loaded: LocalWorker | None = None) -> None:
         self._loaded = loaded
         self._sources = sources
-        self._threads = ThreadPoolExecutor(MOST_COMMANDS, "samebit-command")
+        self._turns = asyncio.Semaphore(MOST_COMMANDS)
 
     async def build(self, make: Callable[[], LocalWorker]) -> LocalWorker:
         """Make the worker in a thread; what that raises reaches the caller as it is."""
@@ -133,8 +134,25 @@ class AsyncWorker:
         return self._loaded
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run what may wait where it does not hold up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        """Run what may wait where it does not hold up the event loop; at most `MOST_COMMANDS` at once."""
+        async with self._turns:
+            return await asyncio.wrap_future(started(call))
+
+
+def started(call: Callable[[], T]) -> Future[T]:
+    """Run a call in a thread that the end of the process does not wait for: whom it waits for may never come."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who gives up waiting for it does not end it
+    threading.Thread(target=_run, args=(call, future), name="samebit-command", daemon=True).start()
+    return future
+
+
+def _run(call: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # boundary: who waits for it raises it
+        future.set_exception(error)
+        del future  # the error holds this frame
 
 
 async def _results(handles: Sequence[Handle]) -> list[RequestOutput]:

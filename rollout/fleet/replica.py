@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from samebit.rollout.async_worker import AsyncWorker
+from samebit.rollout.async_worker import AsyncWorker, started
 from samebit.rollout.control.delivery import RequestHandle, TokenReader
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState, Streamed
@@ -141,7 +141,7 @@ class ReplicaSide(AsyncWorker):
             with BroadcastSender(gloo_group(store, 0, 2, timeout=timeout), timeout=timeout) as sender:
                 sender.send(WeightStream.of(worker.module))
 
-        self._offered = self._threads.submit(give)
+        self._offered = started(give)
         return Offer(self._host, store.port)
 
     async def weights_given(self) -> None:

@@ -4,7 +4,7 @@ Invariants
 ----------
 * The ports are taken before the model is loaded: a port in use is known at once.
 * At SIGTERM or SIGINT no connection is taken any more; what runs may end within `shutdown_seconds`, and the worker is
-  closed last.
+  closed last. A command that still waits for a trainer ends with the process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from logging import config as logging_config
 from types import FrameType
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
 UNUSABLE = 2
 BACKLOG = 2048
 
@@ -52,10 +53,8 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError, SelfTestError) as error:
         sys.stderr.write(f"samebit serve: {' '.join(str(error).split())}\n")
         return UNUSABLE
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, _noted)
     settle()
-    with closing(service.worker):
+    with closing(service.worker), _noting_signals():
         Server(service, sockets).run()
     return 0
 
@@ -77,6 +76,18 @@ def _loaded(setup: Setup, sockets: Sockets) -> Service:
         for one in sockets.all:
             one.close()
         raise
+
+
+@contextmanager
+def _noting_signals() -> Iterator[None]:
+    """Log what ends the server, for the length of the block; a signal after it ends the process."""
+    for one in ENDING:
+        signal.signal(one, _noted)
+    try:
+        yield
+    finally:
+        for one in ENDING:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _noted(number: int, _: FrameType | None) -> None:

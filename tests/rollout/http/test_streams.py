@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -328,24 +329,82 @@ def listener(port: int) -> int:
     return found
 
 
-def test_sigterm_lets_what_runs_end(served: Served) -> None:
-    command = [*python(), "-m", "samebit.rollout.cli", "serve", str(served.folder), "--num-threads", "1"]
+@contextmanager
+def running(
+    served: Served, *flags: str, code: str | None = None, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Serve in a process of its own, by the command or by this code, until the end of the block; its port."""
+    command = ["-m", "samebit.rollout.cli", "serve"] if code is None else ["-c", code]
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
-    process = subprocess.Popen([*command, "--port", str(port)], env={**os.environ, **process_environment(1)})
-    base = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(
+        [*python(), *command, str(served.folder), "--num-threads", "1", "--port", str(port), *flags],
+        env={**os.environ, **process_environment(1), **(environment or {})},
+        stdout=subprocess.PIPE,
+    )
     try:
         with httpx.Client() as client:
-            wait_until(lambda: process.poll() is not None or ready(client, base))
-        with httpx.stream("POST", f"{base}/v1/completions", json={**LONG, "max_tokens": 300}, timeout=None) as answer:
+            wait_until(lambda: process.poll() is not None or ready(client, f"http://127.0.0.1:{port}"))
+        yield process, port
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_lets_what_runs_end(served: Served) -> None:
+    with running(served) as (process, port):
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", url, json={**LONG, "max_tokens": 300}, timeout=None) as answer:
             lines = answer.iter_lines()
             next(lines)
             os.kill(listener(port), signal.SIGTERM)
             rest = list(lines)
         assert "data: [DONE]" in rest
         assert process.wait() == 0
-    finally:
-        process.kill()
+
+
+def test_sigterm_ends_a_command_that_waits_for_its_trainer(served: Served) -> None:
+    """It would wait for an hour, in a thread."""
+    secret = {"SAMEBIT_SERVE_CONTROL_TOKEN": "secret"}
+    with (
+        ThreadPoolExecutor(1) as other,
+        running(served, "--control", "token", "--shutdown-seconds", "1", environment=secret) as (process, port),
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        host, at = silent.getsockname()
+        info = {"backend": "gloo", "master_address": host, "master_port": at, "timeout": 3600}
+        other.submit(
+            httpx.post,
+            f"http://127.0.0.1:{port}/init_weight_transfer_engine",
+            json={"init_info": info},
+            headers={"Authorization": "Bearer secret"},
+            timeout=None,
+        )
+        with silent.accept()[0]:  # the command has begun, and hears nothing
+            os.kill(listener(port), signal.SIGTERM)
+            assert process.wait(HANG) == 0
+
+
+SLOW_TO_CLOSE = """
+import sys, threading
+from samebit.rollout.integrations.http.serving import main
+from samebit.rollout.worker import RolloutWorker
+def close(self):
+    print("closing", flush=True)
+    threading.Event().wait()
+RolloutWorker.close = close
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_sigterm_ends_a_server_that_is_slow_to_close(served: Served) -> None:
+    with running(served, code=SLOW_TO_CLOSE) as (process, port):
+        server = listener(port)
+        os.kill(server, signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"closing\n"
+        os.kill(server, signal.SIGTERM)
+        assert process.wait(HANG) == -signal.SIGTERM
 
 
 def test_numbers_that_json_can_not_hold_are_named() -> None:
