@@ -1,9 +1,13 @@
-"""Log a run: its numbers in metrics.jsonl, one JSON object a step, some samples in samples.jsonl, both on a board."""
+"""Log a run: its numbers in metrics.jsonl, one JSON object a step, some samples in samples.jsonl, both on a board.
+
+Invariant: a run that is killed, or whose disk is full, loses at most the row that was being written.
+"""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from samebit.recipes.boards import Board, board
 from samebit.weight_sync.closing import Closing
@@ -20,22 +24,18 @@ class MetricsLog(Closing):
     def __init__(self, folder: Path, kind: str = "tensorboard", *, resumed: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.rows: list[Row] = _lines(folder / "metrics.jsonl") if resumed else []
+        metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
+        for path in (metrics, samples):
+            _begin(path, resumed=resumed)
+        self.rows: list[Row] = _lines(metrics)
         self._kind = kind
-        mode = "a" if resumed else "w"
-        self._file = (folder / "metrics.jsonl").open(mode, encoding="utf-8")
-        self._samples = (folder / "samples.jsonl").open(mode, encoding="utf-8")
+        self._file, self._samples = _to_append(metrics), _to_append(samples)
         self._boards: dict[int, Board] = {}
 
     def forget_after(self, seed: int, step: int) -> None:
         """Drop the rows and samples of a seed behind the step at which it goes on: they will be written again."""
-        for file in (self._file, self._samples):
-            rows = _lines(Path(file.name))
-            kept = [row for row in rows if row["seed"] != seed or row["step"] <= step]
-            if len(kept) < len(rows):
-                file.truncate(0)
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-                file.flush()
+        self._file = _forget(self._file, seed, step)
+        self._samples = _forget(self._samples, seed, step)
         self.rows = _lines(Path(self._file.name))
 
     def write(self, seed: int, step: int, values: Row, samples: Sequence[dict[str, Any]] = ()) -> None:
@@ -62,11 +62,40 @@ class MetricsLog(Closing):
         return self._boards[seed]
 
 
+def _begin(path: Path, *, resumed: bool) -> None:
+    """Leave no rows of an earlier run; or all, but for the half one of a run that ended while it wrote."""
+    known = path.read_bytes() if resumed and path.is_file() else b""
+    path.touch()
+    os.truncate(path, known.rfind(b"\n") + 1)
+
+
+def _to_append(path: Path) -> TextIO:
+    return path.open("a", encoding="utf-8")
+
+
+def _forget(file: TextIO, seed: int, step: int) -> TextIO:
+    """Replace a file by one without what is behind a seed's step; return it, opened to append to."""
+    path = Path(file.name)
+    rows = _lines(path)
+    kept = [row for row in rows if row["seed"] != seed or row["step"] <= step]
+    if len(kept) == len(rows):
+        return file
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    new.replace(path)
+    file.close()
+    return _to_append(path)
+
+
 def _lines(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8") as file:  # `str.splitlines` would cut at separators that JSON leaves in texts
-        return [json.loads(line) for line in file]
+    rows: list[Row] = []
+    with path.open("rb") as file:  # of bytes: `str.splitlines` would cut at separators that JSON leaves in texts
+        for number, line in enumerate(file, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:  # also what is not UTF-8
+                raise ValueError(f"{path}, row {number}: not JSON ({error})") from error
+    return rows
 
 
 def _shown(sample: dict[str, Any]) -> str:

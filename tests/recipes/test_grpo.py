@@ -177,6 +177,52 @@ def test_a_sample_with_separators_of_lines_is_one_sample(tmp_path: Path) -> None
     assert lines_of(tmp_path / "samples.jsonl") == [{"seed": 0, "step": 1, **sample}]
 
 
+def test_a_row_that_was_being_written_when_a_run_ended_is_forgotten(tmp_path: Path) -> None:
+    """Killed, or with a full disk: in the middle of a row, of a letter too. What is written then begins a new row."""
+    row, sample = {"reward/mean": 0.5}, {"text": "9 € 5"}
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2):
+            log.write(0, step, row, [sample])
+    for name, end in (("metrics.jsonl", b'{"seed": 0, "st'), ("samples.jsonl", '{"text": "€'.encode()[:-1])):
+        with (tmp_path / name).open("ab") as file:
+            file.write(end)
+    with MetricsLog(tmp_path, resumed=True) as log:
+        assert [row["step"] for row in log.rows] == [1, 2]
+        log.forget_after(0, 2)
+        log.write(0, 3, row, [sample])
+    assert rows_of(tmp_path) == [{"seed": 0, "step": step, **row} for step in (1, 2, 3)]
+    assert lines_of(tmp_path / "samples.jsonl") == [{"seed": 0, "step": step, **sample} for step in (1, 2, 3)]
+
+
+def test_a_row_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"seed": 0, "step": 1}\n{"seed": 0,\n{"seed": 0, "step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, row 2: not JSON \("):
+        MetricsLog(tmp_path, resumed=True)
+
+
+def test_a_run_that_is_killed_while_rows_are_forgotten_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(row: dict[str, Any], **options: Any) -> str:
+        if row["step"] == 2:
+            raise KeyboardInterrupt
+        return written(row, **options)
+
+    written = json.dumps
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(0, step, {})
+        with monkeypatch.context() as patched:
+            patched.setattr(json, "dumps", kill)
+            with pytest.raises(KeyboardInterrupt):
+                log.forget_after(0, 2)
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
+    with MetricsLog(tmp_path, resumed=True) as log:
+        log.forget_after(0, 2)
+        log.write(0, 3, {"again": 1})
+    assert [(row["step"], row.get("again")) for row in rows_of(tmp_path)] == [(1, None), (2, None), (3, 1)]
+
+
 @pytest.mark.parametrize("correction", ["truncate", "none"])
 def test_no_correction_changes_a_bit_of_an_exact_run(correction: str, tiny: Tiny, out: Path, tmp_path: Path) -> None:
     """And it begins with the warmed-up policy of that run, and with an empty log: there is no checkpoint."""
