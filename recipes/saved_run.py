@@ -1,6 +1,7 @@
 """Save a run between two steps, and go on with it: the policy's folder, the optimizer, and the number of steps done.
 
-Invariant: a checkpoint is there as a whole or not at all; the one before stays until then.
+Invariant: a checkpoint is there as a whole or not at all; the one before stays until then, and is put back where a run
+was killed while it made way.
 """
 
 import shutil
@@ -28,6 +29,7 @@ class SavedRun:
 
     def steps_done(self) -> int:
         """Return 0 where there is no checkpoint."""
+        self._put_back()
         done: int = self._state()["step"] if self.folder.is_dir() else 0
         return done
 
@@ -35,7 +37,8 @@ class SavedRun:
         self, step: int, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.Optimizer
     ) -> None:
         """Replace the checkpoint by that of this step."""
-        new, old = self.folder.with_suffix(".new"), self.folder.with_suffix(".old")
+        self._put_back()
+        new, old = self.folder.with_suffix(".new"), self._old
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
         tiny_model.save(policy, tokenizer, new / _POLICY)
@@ -48,6 +51,15 @@ class SavedRun:
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer of the same parameters the state that was saved."""
         optimizer.load_state_dict(self._state()["optimizer"])
+
+    @property
+    def _old(self) -> Path:
+        return self.folder.with_suffix(".old")
+
+    def _put_back(self) -> None:
+        """Put the checkpoint before back, if no newer one took its place: it is known to be whole and on the disk."""
+        if self._old.is_dir() and not self.folder.is_dir():
+            self._old.rename(self.folder)
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)

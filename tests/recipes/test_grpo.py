@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from samebit.recipes import experiment, grpo, report, tiny_model
 from samebit.recipes.metrics import MetricsLog
 from samebit.recipes.problem import Problem
+from samebit.recipes.saved_run import SavedRun
 
 pytestmark = pytest.mark.usefixtures("pictures_not_rendered")
 """But for the run of `out`, which is made before the first test."""
@@ -221,6 +223,42 @@ def test_a_run_that_is_killed_while_rows_are_forgotten_keeps_the_others(
         log.forget_after(0, 2)
         log.write(0, 3, {"again": 1})
     assert [(row["step"], row.get("again")) for row in rows_of(tmp_path)] == [(1, None), (2, None), (3, 1)]
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was: between the old one's leave and the new one's coming, or while a new one is written."""
+    saved = SavedRun(tmp_path / "checkpoint")
+    tokenizer = tiny_model.build_tokenizer()
+    model = tiny_model.build_model(tokenizer, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rename = Path.rename
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def kill_between(self: Path, target: Path) -> Path:
+        if target == saved.folder:
+            kill()
+        return rename(self, target)
+
+    def killed_while_it_saves(place: object, name: str, by: Callable[..., Any]) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, by)
+            with pytest.raises(KeyboardInterrupt):
+                saved.save(2, model, tokenizer, optimizer)
+
+    saved.save(1, model, tokenizer, optimizer)
+    killed_while_it_saves(Path, "rename", kill_between)
+    assert saved.steps_done() == 1
+    killed_while_it_saves(Path, "rename", kill_between)
+    killed_while_it_saves(torch, "save", kill)
+    assert saved.steps_done() == 1
+    assert (saved.policy / "model.safetensors").is_file()
+    saved.save(3, model, tokenizer, optimizer)
+    assert saved.steps_done() == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize("correction", ["truncate", "none"])
