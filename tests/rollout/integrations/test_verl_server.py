@@ -25,6 +25,7 @@ from samebit.rollout.integrations.ray import SharedMemoryAt
 from samebit.rollout.integrations.verl.names import ADAPTER
 from samebit.rollout.integrations.verl.options import AdapterOption, ServerOptions
 from samebit.rollout.integrations.verl.server.server import SamebitServer
+from samebit.rollout.integrations.verl.server.steps import MOST_VERSIONS
 from samebit.weight_sync import SharedMemorySender, SyncBrokenError, WeightStream
 
 from ...patience import HANG
@@ -262,6 +263,22 @@ def test_a_response_across_an_update_names_both_steps(folder: Path) -> None:
         server._worker.resume()
         spans = (await long).extra_fields
         assert (spans["min_global_steps"], spans["max_global_steps"], spans["global_steps"]) == (4, 5, 5)
+
+    serve(folder, check)
+
+
+def test_the_steps_of_the_oldest_versions_are_forgotten_and_no_old_response_seems_new(folder: Path) -> None:
+    """Else the table would grow, and be gone through, for as long as a run lasts."""
+
+    async def check(server: SamebitServer) -> None:
+        for version in range(MOST_VERSIONS + 5):
+            await server.set_global_steps(version, global_steps=10 + version)
+        old = await server.generate([1, 5], dict(PARAMS), "of version 0")
+        await server.abort_all_requests(reject_request=True)
+        new = await server.generate([1, 5], dict(PARAMS), "turned away")
+        steps = [out.extra_fields["global_steps"] for out in (old, new)]
+        assert steps == [10 + 5, 10 + MOST_VERSIONS + 4]
+        assert old.extra_fields["min_global_steps"] == 10 + 5
 
     serve(folder, check)
 

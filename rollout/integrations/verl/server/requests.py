@@ -11,6 +11,7 @@ import numpy.typing as npt
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.verl.names import ADAPTER
 from samebit.rollout.integrations.verl.options import ServerOptions
+from samebit.rollout.integrations.verl.server.steps import StepsOfVersions
 from samebit.rollout.outputs import RequestOutput, SampleOutput
 from samebit.rollout.sampling_params import SamplingParams
 
@@ -49,8 +50,8 @@ def sampling_params(
     return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
 
 
-def finished(output: RequestOutput, *, with_logprobs: bool, steps: Mapping[int, int]) -> dict[str, Any]:
-    """Return the fields of verl's `TokenOutput`. `steps`: the trainer's step of each version of what it trains."""
+def finished(output: RequestOutput, *, with_logprobs: bool, steps: StepsOfVersions) -> dict[str, Any]:
+    """Return the fields of verl's `TokenOutput`."""
     sample = output.samples[0]
     first, last = _steps(output, steps)
     return {
@@ -90,11 +91,13 @@ def turned_away(step: int) -> dict[str, Any]:
     }
 
 
-def _steps(output: RequestOutput, steps: Mapping[int, int]) -> tuple[int, int]:
-    """Return the steps of the first and last token; the newest without tokens, and for weights of no known step. Of an
-    adapter, under which a request ends as it began, there is one."""
-    newest = max(steps)
-    versions = [version for _, _, version in output.samples[0].weight_versions] or [newest]
+def _steps(output: RequestOutput, steps: StepsOfVersions) -> tuple[int, int]:
+    """Return the steps of the first and last token; the newest without tokens. Of an adapter, under which a request
+    ends as it began, there is one."""
     if output.adapter_version is not None:
-        versions = [output.adapter_version]
-    return steps.get(versions[0], steps[newest]), steps.get(versions[-1], steps[newest])
+        step = steps.of(output.adapter_version)
+        return step, step
+    spans = output.samples[0].weight_versions
+    if not spans:
+        return steps.newest, steps.newest
+    return steps.of(spans[0][2]), steps.of(spans[-1][2])

@@ -35,6 +35,7 @@ from samebit.rollout.integrations.verl.server import requests
 from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.server.gate import Gate
 from samebit.rollout.integrations.verl.server.profiling import Tracing
+from samebit.rollout.integrations.verl.server.steps import StepsOfVersions
 from samebit.rollout.worker import RolloutWorker
 from samebit.rollout.worker_interface import LocalWorker
 from samebit.weight_sync import SyncReport
@@ -60,7 +61,7 @@ class SamebitServer:
         self._tracing: Tracing
         self._inside = AsyncWorker(Sources())
         self._gate = Gate()
-        self._steps = {0: 0}
+        self._steps = StepsOfVersions()
         self._held = {0}
         self._numbers = itertools.count()
         self._busy = Busy()
@@ -116,7 +117,7 @@ class SamebitServer:
         params = requests.sampling_params(sampling_params, len(prompt), self._options, room=room, eos=self._eos)
         name = f"{request_id}-{next(self._numbers)}"
         if not await self._gate.enter(name):
-            return TokenOutput(**requests.turned_away(self._step))
+            return TokenOutput(**requests.turned_away(self._steps.newest))
         try:
             with self._busy:
                 output = await self._worker.submit(prompt, params, name).result_async()
@@ -159,16 +160,12 @@ class SamebitServer:
     async def set_global_steps(self, version: int, global_steps: int) -> None:
         """Note that the weights of this version, which it has now, are those of that step of the trainer. The version
         is that of the adapter, where one is trained."""
-        self._steps[version] = global_steps
+        self._steps.note(version, global_steps)
         self._held.add(global_steps)
 
     async def steps_of_weights(self) -> set[int]:
         """Return the steps of the trainer whose weights are, bit for bit, the ones it has."""
         return set(self._held)
-
-    @property
-    def _step(self) -> int:
-        return self._steps[max(self._steps)]
 
     # -- memory ------------------------------------------------------------------------------------
 
