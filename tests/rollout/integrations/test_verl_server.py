@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,31 @@ def test_the_steps_of_the_oldest_versions_are_forgotten_and_no_old_response_seem
         assert old.extra_fields["min_global_steps"] == 10 + 5
 
     serve(folder, check)
+
+
+def test_a_resumed_run_draws_other_random_numbers_than_the_run_before(folder: Path) -> None:
+    """The trainer notes the step that it goes on from before it asks for anything; it is 0 in a run from the start."""
+    drawn: dict[int | None, list[list[int]]] = {}
+    seeded: list[list[int]] = []
+
+    async def draw(server: SamebitServer, step: int | None) -> None:
+        if step is not None:
+            await server.set_global_steps(version=0, global_steps=step)
+        drawn[step] = [(await server.generate([1, 5, 6], dict(PARAMS), "a")).token_ids for _ in range(3)]
+        seeded.append((await server.generate([1, 5, 6], {**PARAMS, "seed": 3}, "a")).token_ids)
+        if step:
+            await server.set_global_steps(version=1, global_steps=step + 1)
+            drawn[step].append((await server.generate([1, 5, 6], dict(PARAMS), "a")).token_ids)
+
+    for step in (None, 0, 7, 8):
+        serve(folder, partial(draw, step=step))
+    assert drawn[0] == drawn[None]
+    resumed = [*drawn[0], *drawn[7], *drawn[8]]
+    assert len(set(map(tuple, resumed))) == len(resumed) == 11
+    assert seeded == [seeded[0]] * 4
+    again = drawn[7]
+    serve(folder, partial(draw, step=7))
+    assert drawn[7] == again, "the random numbers follow from the seed and the step"
 
 
 def test_weights_that_the_next_update_brings_are_not_kept_asleep(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +24,18 @@ _LENGTHS = ("max_tokens", "max_new_tokens")
 
 
 def sampling_params(
-    asked: Mapping[str, Any], num_prompt_tokens: int, options: ServerOptions, *, room: int, eos: tuple[int, ...]
+    asked: Mapping[str, Any],
+    num_prompt_tokens: int,
+    options: ServerOptions,
+    *,
+    room: int,
+    eos: tuple[int, ...],
+    seed: int | None,
 ) -> SamplingParams:
     """Translate what an agent loop asks for.
 
-    room: tokens that fit behind the prompt. eos: ids that end a response beside those of the model.
+    room: tokens that fit behind the prompt. eos: ids that end a response beside those of the model. seed: for a request
+    that brings none; None for the worker's own.
 
     Raises:
         RequestError: a parameter that samebit does not know, or a prompt without room for a token.
@@ -42,12 +50,23 @@ def sampling_params(
     chosen.setdefault("repetition_penalty", options.repetition_penalty)
     if not chosen.setdefault("ignore_eos", options.ignore_eos):
         chosen["stop_token_ids"] = [*(chosen.get("stop_token_ids") or ()), *eos]
+    if chosen.get("seed") is None:
+        chosen["seed"] = seed
     length = next((asked[name] for name in _LENGTHS if asked.get(name) is not None), None)
     if length is None:
         length = min(options.response_length, options.prompt_length + options.response_length - num_prompt_tokens)
     chosen["return_routed_experts"] = options.routed_experts
     chosen["adapter"] = None if options.adapter is None else ADAPTER
     return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
+
+
+def seed_of_resumed(began: int | None, base: int, number: int) -> int | None:
+    """Return the seed of a request, by its number, in a run that was resumed at a step: other random numbers than those
+    that were drawn before. None in a run from the start, where they are the worker's own."""
+    if not began:
+        return None
+    digest = hashlib.blake2b(f"{base} {began} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def finished(output: RequestOutput, *, with_logprobs: bool, steps: StepsOfVersions) -> dict[str, Any]:

@@ -114,8 +114,12 @@ class SamebitServer:
             raise RequestError(f"samebit serves requests in their order: priority must be 0, got {priority}")
         prompt = list(prompt_ids)
         room = self._worker.limits.max_model_len - len(prompt)
-        params = requests.sampling_params(sampling_params, len(prompt), self._options, room=room, eos=self._eos)
-        name = f"{request_id}-{next(self._numbers)}"
+        number = next(self._numbers)
+        seed = requests.seed_of_resumed(self._steps.began, self._options.worker.seed, number)
+        params = requests.sampling_params(
+            sampling_params, len(prompt), self._options, room=room, eos=self._eos, seed=seed
+        )
+        name = f"{request_id}-{number}"
         if not await self._gate.enter(name):
             return TokenOutput(**requests.turned_away(self._steps.newest))
         try:

@@ -11,13 +11,19 @@ MOST_VERSIONS = 4096
 
 
 class StepsOfVersions:
-    """Knows the steps of the newest versions, which are noted as they come: in rising order."""
+    """Knows the steps of the newest versions, which are noted as they come: in rising order.
+
+    began: the step that was noted first, above 0 in a run that was resumed; None before.
+    """
 
     def __init__(self) -> None:
         self._steps = OrderedDict({0: 0})
+        self.began: int | None = None
 
     def note(self, version: int, step: int) -> None:
         """Note that this version, the newest, is that step's."""
+        if self.began is None:
+            self.began = step
         self._steps[version] = step
         if len(self._steps) > MOST_VERSIONS:
             self._steps.popitem(last=False)
