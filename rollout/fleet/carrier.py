@@ -46,23 +46,26 @@ class Carrier:
         self._crew = crew
         self._running: dict[str, Running] = {}
         self._runs = itertools.count()
+        self._names = map("request-{}".format, itertools.count())
         self._mutex = threading.Lock()
         self._listeners: tuple[Callable[[], None], ...] = ()
         self.resubmitted = 0
         self.lost = 0
         crew.on_tokens = self._feed
 
-    def send(self, request_id: str, prompt: list[int], params: SamplingParams, asked: Prompt) -> FleetHandle:
-        """Choose a replica for a request, and send it there.
+    def send(self, request_id: str | None, prompt: list[int], params: SamplingParams, asked: Prompt) -> FleetHandle:
+        """Choose a replica for a request, and send it there. request_id: None for one that no request has.
 
         Raises:
             NoReplicaError: none takes requests now.
             RequestIdInUseError: a request with this id is running.
         """
-        handle = FleetHandle(request_id, params.n, self.abort, self._follow)
         with self._mutex:
             if request_id in self._running:
                 raise RequestIdInUseError(f"a request with the id {request_id!r} is running")
+            if request_id is None:
+                request_id = next(name for name in self._names if name not in self._running)
+            handle = FleetHandle(request_id, params.n, self.abort, self._follow)
             ticket = self._crew.router.route(asked)
             member = self._crew.members[ticket.replica]
             running = self._running[request_id] = Running(

@@ -376,7 +376,7 @@ class Fleet(Closing):
             if self._hasher is not None:
                 named = self._hasher.prompt(params.cache_salt, ids, adapter.number)
                 asked = Prompt(named.blocks, len(ids), params.n, self._hasher.whole(named, ids), session)
-            return self._carrier.send(request_id or f"request-{number}", ids.tolist(), params, asked)
+            return self._carrier.send(request_id, ids.tolist(), params, asked)
 
 
 def _seed(base: int, number: int) -> int:

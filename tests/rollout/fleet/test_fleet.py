@@ -127,6 +127,16 @@ def test_a_request_keeps_its_tokens_wherever_it_runs() -> None:
     assert len(set(seeds[0])) == 4
 
 
+def test_a_request_without_an_id_gets_one_that_no_caller_has_given() -> None:
+    with LocalFleet(replicas=1, prepare=gated) as local:
+        given = [local.fleet.submit([3], PARAMS, f"request-{number}") for number in (0, 1, 3)]
+        own = [local.fleet.submit([3], PARAMS) for _ in range(2)]
+        own += local.fleet.submit_all([[3], [4]], PARAMS)
+        assert len({handle.request_id for handle in [*given, *own]}) == 7
+        local.ports["0"].runner.gate.release(1000)
+        assert all(len(handle.result(HANG).samples[0].token_ids) == 7 for handle in [*given, *own])
+
+
 def interrupted_at(number: int, wait: Callable[[], object]) -> bool:
     """Run `wait` and raise at a step of its way through what waits, by number; whether there was one.
 
