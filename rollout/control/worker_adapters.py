@@ -5,12 +5,14 @@ Invariants
 * Generation goes on while an adapter is read, and no request waits for it. Requests that have begun end under what they
   began with, unless the caller has them ended.
 * What is refused changes nothing: an adapter is known when all of it is there, and not before.
-* Loads under one name are made one after the other: no two adapters have one version.
+* Loads under one name are made one after the other: no two adapters have one version. Nothing is left of a name whose
+  loads are over: a trainer may give each adapter another.
 """
 
 from __future__ import annotations
 
 import threading
+from weakref import WeakValueDictionary
 
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight, read_adapter
@@ -31,12 +33,14 @@ class WorkerAdapters:
         self._thread = thread
         self._weights = weights
         self._links = links
-        self._turns: dict[str, threading.RLock] = {}
+        self._mutex = threading.Lock()
+        self._turns: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
 
     def load(self, name: str, source: object, asked: AdapterOptions) -> SyncReport:
         """Read an adapter in, and let requests from now on find it under this name."""
         self._thread.check_thread()
-        with self._turns.setdefault(self.registry.check_free(name), threading.RLock()):
+        turn = self._turn(self.registry.check_free(name))
+        with turn.lock:
             self._thread.status.check_usable()
             before = self.registry.loaded(name)
             with self._links.in_use(source):
@@ -45,6 +49,11 @@ class WorkerAdapters:
         if before is not None and asked.in_flight == "abort":
             self._abort_requests_of(before.adapter)
         return report
+
+    def _turn(self, name: str) -> _Turn:
+        """Return the turn of the loads under this name, which lasts as long as one of them has it."""
+        with self._mutex:
+            return self._turns.setdefault(name, _Turn())
 
     def drop(self, name: str, in_flight: str) -> None:
         """Forget a loaded adapter."""
@@ -57,3 +66,10 @@ class WorkerAdapters:
 
     def _abort_requests_of(self, adapter: Adapter) -> None:
         self._thread.run(lambda _: self._thread.abort_where(lambda request: request.adapter is adapter))
+
+
+class _Turn:
+    """Holds the lock of the loads under one name."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()

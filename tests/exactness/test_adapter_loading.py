@@ -174,6 +174,17 @@ def test_loads_at_once_under_one_name_have_versions_of_their_own(policy: PeftMod
     worker.drop_adapter("crowd")
 
 
+def test_nothing_is_left_of_names_that_are_loaded_and_dropped(policy: PeftModel, worker: RolloutWorker) -> None:
+    """A trainer may give each step's adapter a name of its own, for days; a fleet's replicas are given such names."""
+    source = tensors(policy)
+    for step in range(3):
+        worker.load_adapter(f"step-{step}", source, config=lora_config())
+        worker.drop_adapter(f"step-{step}")
+    with pytest.raises(WeightMismatchError):
+        worker.load_adapter("refused", {}, config=lora_config())
+    assert not worker._adapters._turns
+
+
 def test_a_worker_from_a_folder_of_peft(policy: PeftModel, folder: Path, tmp_path: Path) -> None:
     make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     config = json.loads((folder / "adapter_config.json").read_text())
