@@ -206,6 +206,7 @@ class GenerationThread:
         self._threads.end()
         with self.lock.generation():
             self._break(broken)
+            self.lock.end_generation()  # or it would keep the engine, and its memory, of a worker that was dropped
 
     def _serve(self) -> None:
         while not self.status.closed:

@@ -78,6 +78,10 @@ class TurnLock:
             with self._mutex:
                 self._give_to_next()
 
+    def end_generation(self) -> None:
+        """Owe nothing any more, and forget whom to ask: generation has ended."""
+        self._owed = _nothing
+
     def _check_not_holder(self) -> None:
         if self._holder == threading.get_ident():
             raise RuntimeError("this thread holds the lock already")
@@ -129,3 +133,7 @@ class Ticket:
     def __init__(self, owner: int, gate: Gate | None = None) -> None:
         self.owner = owner
         self.gate: Gate = SimpleQueue() if gate is None else gate
+
+
+def _nothing() -> bool:
+    return False

@@ -6,7 +6,9 @@ What is looked at are the pages of memory in which the tensors were: other threa
 import gc
 import itertools
 import os
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +106,24 @@ def test_what_sleeps_is_no_longer_resident(family: str, order: tuple[str, str], 
         again = worker.generate(PROMPTS, PARAMS)
         assert_same_samples(again, whole)
         assert [out.num_cached_tokens for out in again] == [0, 0, 0], "nothing from before is hit"
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
+def test_a_worker_that_is_dropped_gives_its_cache_back_at_once(family: str) -> None:
+    """Without `close`, and before Python looks for circles, which may be long after: pages are few large objects."""
+    before = set(threading.enumerate())
+    worker = RolloutWorker(make_model(family), config=RolloutConfig(max_model_len=256))
+    (thread,) = set(threading.enumerate()) - before
+    gc.collect()
+    gc.disable()
+    try:
+        worker.generate(PROMPTS, PARAMS)
+        tensors = [weakref.ref(tensor) for tensor in cache_tensors(worker)]
+        del worker
+        thread.join(HANG)
+        assert all(tensor() is None for tensor in tensors)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
