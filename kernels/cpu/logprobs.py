@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
-from samebit.kernels.cpu.base.numeric import exp, narrow, widen
+from samebit.kernels.cpu.base.numeric import EXP_LOWEST, exp, narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.device import DTYPES
@@ -167,10 +167,17 @@ def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lan
 
 @inlined_part
 def _surprise(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
-    """Return -p log p of one token; exactly 0 for one that was ruled out (-inf)."""
+    """Return -p log p of one token."""
     logprob = (logit / temperature - peak) - log_total
     value = -logprob * exp(logprob)
-    return _ZERO if logit == _LOWEST else value
+    return _ZERO if _ruled_out(logit, logprob) else value
+
+
+@inlined_part
+def _ruled_out(logit: Any, logprob: Any) -> Any:
+    """Tell whether a token has no part in the entropy: its logit is -inf, or so low, as the lowest finite one, that
+    `exp` falls no further, and the true -p log p is below 1.5e-36."""
+    return (logit == _LOWEST) | (logprob < EXP_LOWEST)
 
 
 def _entropy(threads: int, logits: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
@@ -210,7 +217,7 @@ def _entropy_backward_row(
         logit = widen(row_in[i])
         logprob = (logit / temperature - peaks[row]) - log_totals[row]
         value = scale * exp(logprob) * (logprob + entropy)
-        row_out[i] = narrow(_ZERO if logit == _LOWEST else value, row_out[i])
+        row_out[i] = narrow(_ZERO if _ruled_out(logit, logprob) else value, row_out[i])
 
 
 _gather_rows = SharedKernel(_gather)

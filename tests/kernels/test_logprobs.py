@@ -94,6 +94,24 @@ def test_entropy_of_ruled_out_tokens_and_flat_rows() -> None:
         entropy_from_logits(logits, 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_lowest_finite_logit_rules_out_like_minus_infinity(temperature: float, dtype: torch.dtype) -> None:
+    """Trainers mask unused tokens with it (`masked_fill`, the head's bias); at 0.5 it is divided to -inf."""
+    found = []
+    for masked in (-torch.inf, torch.finfo(dtype).min):
+        logits, _, _ = rows(1009, 3)
+        logits[:, ::3] = masked
+        (leaf,) = leaves(logits.to(dtype))
+        entropy = entropy_from_logits(leaf, temperature)
+        entropy.sum().backward()
+        found.append((entropy.detach(), leaf.grad))
+    assert torch.equal(found[1][0], found[0][0])
+    assert torch.equal(found[1][1], found[0][1])
+    assert not found[1][1][:, ::3].any()
+    assert found[1][1].any()
+
+
 def test_the_fast_and_the_slow_call_are_one_formula() -> None:
     logits, tokens, _ = rows(1009)
     half = logits.bfloat16()

@@ -24,6 +24,10 @@ from samebit.kernels.triton.vocabulary.chunks import (
     row_total,
 )
 
+_UNLIKELY = tl.constexpr(-87.0)
+"""A token of a lower log-probability has no part in the entropy, as on the CPU: -p log p is below 1.5e-36, and where
+logit / temperature is -inf it would be NaN."""
+
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.log_softmax`."""
@@ -146,6 +150,13 @@ def _all_tokens(
 
 
 @jit()
+def _ruled_out(logits: tensor, logprobs: tensor) -> tensor:
+    """Tell which tokens have no part in the entropy: those of logit -inf, also in a row of no other, and unlikely
+    ones. NaN has one."""
+    return (logits == float("-inf")) | (logprobs < _UNLIKELY)
+
+
+@jit()
 def _entropy(
     logits: tensor, temperatures: tensor, peaks: tensor, log_totals: tensor, out: tensor, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -156,7 +167,7 @@ def _entropy(
     for first in range(0, VOCAB, CHUNK):
         values = chunk_of(logits + r * VOCAB, first, VOCAB, CHUNK)
         logprobs = (tl.div_rn(values, temperature) - peak) - log_total
-        surprise = tl.where(values == float("-inf"), 0.0, -logprobs * tl.exp(logprobs))
+        surprise = tl.where(_ruled_out(values, logprobs), 0.0, -logprobs * tl.exp(logprobs))
         total += tl.sum(surprise, axis=0).to(tl.float64)
     tl.store(out + r, total.to(tl.float32))
 
@@ -175,5 +186,5 @@ def _entropy_gradients(
         token = first + tl.arange(0, CHUNK)
         values = chunk_of(row, first, VOCAB, CHUNK)
         logprobs = (tl.div_rn(values, temperature) - peak) - log_total
-        slope = tl.where(values == float("-inf"), 0.0, scale * tl.exp(logprobs) * (logprobs + entropy))
+        slope = tl.where(_ruled_out(values, logprobs), 0.0, scale * tl.exp(logprobs) * (logprobs + entropy))
         tl.store(out + r.to(tl.int64) * VOCAB + token, slope.to(out.dtype.element_ty), mask=token < VOCAB)

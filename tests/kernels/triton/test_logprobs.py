@@ -53,6 +53,23 @@ def test_values_and_gradients_are_near_the_oracle(vocab: int, dtype: torch.dtype
     assert torch.equal(whole.cpu()[range(3), tokens], scores.detach().cpu()), "another normaliser"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_lowest_finite_logit_rules_out_like_minus_infinity(temperature: float, dtype: torch.dtype) -> None:
+    """At 0.5 it is divided to -inf."""
+    found = []
+    for masked in (-torch.inf, torch.finfo(dtype).min):
+        logits = logits_of(2, 1024, dtype).masked_fill_(torch.arange(1024) % 7 == 0, masked)
+        scored = leaf(logits)
+        entropy = entropy_from_logits(scored, torch.full((2,), temperature, device=DEVICE))
+        entropy.sum().backward()
+        assert scored.grad is not None
+        found.append((entropy.detach(), scored.grad))
+    assert all(map(torch.equal, *found))
+    assert not found[1][1][:, ::7].any()
+    assert found[1][1].any()
+
+
 def test_random_words_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     keys = random.integers(0, 2**32, (131, 2), np.uint32)
