@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from samebit.kernels.cpu.attention import forward, groups
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.options import HeadNorms
@@ -176,3 +178,23 @@ def test_the_gradient_of_sinks_leaves_padding_out() -> None:
     layout = training_context(mask.shape, mask, None)
     attention(*(padded(x, mask) for x in parts), layout, shape.options, spread).backward(padding)
     assert_near(spread.grad, packed.grad)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_what_a_thread_attends_to_next_is_looked_up_within_its_block_table(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence of one block, in the last of the tables, has no chunk's worth of blocks."""
+    monkeypatch.setattr(forward, "_locate", forward._locate.py_func)
+    found = [np.full(4, -1, np.int64) for _ in range(4)]
+    forward._locate_coming.py_func(
+        np.array([[3], [5]], np.int32),
+        groups.Shape(1, 1, 8, 8, block_size),
+        groups.Place(table=0, row=0, position=0, count=1, kv_head=0),
+        groups.Following(last_table=-1, table=1, kv_head=0, first=0, behind=0),
+        64,
+        0,
+        groups.Pieces(None, block_size, *found),
+    )
+    page = 5 * 2 * 8 * block_size
+    assert all(page <= place < page + block_size for place in found[2])

@@ -265,7 +265,8 @@ def _locate_coming(
     if base <= newest:
         table, head, last, at, reference = place.table, place.kv_head, newest, base, following.last_table
     else:
-        table, head, last, at = following.table, following.kv_head, following.first + KV_CHUNK - 1, following.first
+        table, head, at = following.table, following.kv_head, following.first
+        last = min(at + KV_CHUNK, block_tables.shape[1] * shape.block_size) - 1  # its tokens may be fewer
         reference = following.last_table if following.table == place.table else place.table
     _locate(block_tables[table], head, shape, at, last, pieces.coming_keys, pieces.coming_values)
     block = at // shape.block_size
