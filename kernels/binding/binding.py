@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.bound_record import BoundModules, check_no_own_forwards, check_not_compiled
+from samebit.kernels.binding.causal_lm import Forward, own_forward
 from samebit.kernels.binding.experts.plan import check_corrections
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
@@ -177,11 +178,14 @@ def checked_binding_of(model: nn.Module) -> Binding:
     return binding
 
 
-def wrap_forward(model: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a bound model another forward, a function of the model that calls the bound one: it counts as bound."""
+def wrap_forward(model: nn.Module, wrapped: Callable[[Forward], Forward]) -> None:
+    """Give a bound model the forward that ``wrapped`` makes of the bound one: it counts as bound.
+
+    Both take the model first. A method of it in the place of either would run this model in each of its copies.
+    """
     binding = checked_binding_of(model)
     inner = inner_model(model)
-    inner.__dict__["forward"] = MethodType(forward, inner)
+    inner.__dict__["forward"] = MethodType(wrapped(own_forward(inner)), inner)
     inner.__dict__["samebit"] = replace(binding, modules=BoundModules.of(inner))
 
 

@@ -97,7 +97,7 @@ class BoundModule:
         elif not _leads_to(kind.forward, self.class_forward):
             yield f"the forward of {title}'s class {_name(self.kind)} was replaced"
         if not _leads_to(module.__dict__.get("forward"), self.forward):
-            yield f"the forward of {title} ({_name(self.kind)}) was replaced"
+            yield f"the forward of {title} ({_name(self.kind)}) was replaced, or is that of the module it is a copy of"
         if module._compiled_call_impl is not None:
             yield f"{title} ({_name(self.kind)}) was compiled in place, by its compile()"
         if _shapes(module) != self.shapes:
@@ -211,14 +211,27 @@ def unwrapped(module: nn.Module | None) -> nn.Module | None:
 
 
 def _leads_to(forward: object, recorded: object) -> bool:
-    """Return whether a forward is the recorded one, or a transparent wrapper of it."""
+    """Return whether a forward is the recorded one, or a transparent wrapper of it.
+
+    A wrapper that is no method holds that of the module that it was made for, also in a copy of the module.
+    """
     if forward == recorded:
         return True
-    function, wanted = _function(forward), _function(recorded)
-    while function is not wanted and function is not None:
+    wanted = _function(recorded)
+    while forward is not None and _is_of(forward, recorded):
+        function = _function(forward)
+        if function is wanted:
+            return True
         home = function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
-        function = _function(_attributes(function).get("__wrapped__")) if home in _TRANSPARENT else None
-    return function is not None
+        forward = _attributes(function).get("__wrapped__") if home in _TRANSPARENT else None
+    return False
+
+
+def _is_of(forward: object, recorded: object) -> bool:
+    """Return whether this is no method of another module than that of the recorded method, if it is one."""
+    if not (isinstance(forward, MethodType) and isinstance(recorded, MethodType)):
+        return True
+    return forward.__self__ is recorded.__self__
 
 
 def _function(forward: object) -> Any:

@@ -80,13 +80,24 @@ def _of_head(head: Any, x: torch.Tensor) -> torch.Tensor | Scores:
 
 
 def own_forward(model: nn.Module) -> Forward:
-    """Return what a call of the unbound model runs: its class's forward, or the function that replaced it."""
+    """Return what a call of the model runs, as a function of the model: its class's forward, or what replaced it."""
     replaced = model.__dict__.get("forward")
     if replaced is None:
         return type(model).forward
-    if isinstance(replaced, MethodType):
+    if isinstance(replaced, MethodType) and replaced.__self__ is model:
         return replaced.__func__
-    return functools.wraps(replaced)(lambda self, *args, **kwargs: replaced(*args, **kwargs))
+
+    @functools.wraps(replaced)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not model:
+            raise ValueError(
+                f"this copy of a bound {type(model).__name__} would run the model that it was copied from: that one's "
+                "forward was replaced by a function that knows no other model. Allowed: a method of the model "
+                "(types.MethodType(function, model)), or bind on a copy without it (del model.forward)"
+            )
+        return replaced(*args, **kwargs)
+
+    return forward
 
 
 def causal_forward(own: Forward, *, known: bool) -> Forward:

@@ -359,6 +359,71 @@ def test_a_hook_on_the_model_or_its_decoder_sees_what_transformers_makes(name: s
     assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
 
 
+def spoil(model: nn.Module) -> None:
+    """Whoever computes with these weights, now or later, has NaN."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+
+
+@pytest.mark.filterwarnings("ignore:a bound model computes in the dtype of its parameters")
+@pytest.mark.parametrize(
+    ("name", "prepare"),
+    [
+        *(("Llama", prepare) for prepare in (None, prepared_by_accelerate, wrapped_layers)),
+        *((name, None) for name in ("Mamba2", "Qwen3Next", "GlmMoeDsa")),
+    ],
+)
+def test_a_copy_computes_with_its_own_weights(name: str, prepare: Callable[[Any], object] | None) -> None:
+    model = bind(make_model(name))
+    expected = token_logprobs(model, IDS).detach()
+    if prepare is not None:
+        prepare(model)
+    twin = copy.deepcopy(model)
+    spoil(model)
+    assert torch.equal(token_logprobs(twin, IDS), expected)
+    with RolloutWorker(twin, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        output = worker.generate([[1, 2, 3]], FEW)[0]
+    ids = torch.tensor([output.prompt_token_ids + output.samples[0].token_ids])
+    assert token_logprobs(twin, ids)[0, -2:].tolist() == output.samples[0].logprobs
+
+
+def test_a_copy_whose_forward_would_run_the_model_it_was_copied_from_is_refused() -> None:
+    """A function knows no other model than the one that it was made for."""
+    model = bind(make_model("Llama"))
+    model.forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(model.forward)
+    token_logprobs(model, IDS)
+    with pytest.raises(BindingError, match=r"the forward of the model .* is that of the module it is a copy of"):
+        token_logprobs(copy.deepcopy(model), IDS)
+
+
+def test_a_copy_with_a_forward_that_was_replaced_before_binding_is_refused() -> None:
+    model = make_model("Llama")
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    expected = token_logprobs(bind(model), IDS)
+    with pytest.raises(ValueError, match="this copy of a bound LlamaForCausalLM would run the model that it was"):
+        token_logprobs(copy.deepcopy(model), IDS)
+    assert torch.equal(token_logprobs(model, IDS), expected)
+
+
+def test_a_forward_that_is_a_method_of_something_else_stays_its_method() -> None:
+    class Counting:
+        def __init__(self, forward: Callable[..., Any]) -> None:
+            self.own, self.calls = forward, 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return self.own(*args, **kwargs)
+
+    model = make_model("Llama")
+    counting = Counting(model.forward)
+    model.forward = counting.forward
+    expected = token_logprobs(bind(make_model("Llama")), IDS)
+    assert torch.equal(token_logprobs(bind(model), IDS), expected)
+    assert counting.calls == 1
+
+
 def test_a_copy_is_bound_by_itself() -> None:
     model = bind(make_model("Llama"))
     with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)):

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,11 @@ def give_scores(model: nn.Module, before: Forward | None, temperature: float) ->
     if before is not None:
         inner.__dict__["forward"] = before
     bind(model)
-    bound_forward: Forward = inner.forward
+    wrap_forward(model, partial(_scoring, temperature=temperature))
+
+
+def _scoring(bound: Forward, *, temperature: float) -> Forward:
+    """Return the forward around the bound one; each takes the model first."""
 
     def forward(
         self: nn.Module,
@@ -64,17 +69,17 @@ def give_scores(model: nn.Module, before: Forward | None, temperature: float) ->
     ) -> Any:
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
-            return bound_forward(*args, **inputs, **{name: one for name, one in given.items() if one is not None})
+            return bound(self, *args, **inputs, **{name: one for name, one in given.items() if one is not None})
         if args:
             raise ValueError("with fused_lm_head=True inputs are given by name")
-        scores = _Scorer(self, bound_forward, temperature)
+        scores = _Scorer(self, partial(bound, self), temperature)
         if shift_labels is not None:
             return scores.of_tree(shift_labels=shift_labels, **inputs)
         if labels is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, the tokens to score")
         return scores.of_rows(labels=labels, **inputs)
 
-    wrap_forward(inner, forward)
+    return forward
 
 
 class _Scorer:

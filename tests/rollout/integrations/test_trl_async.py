@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'samebit[trl]'")
 
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.packing import TreeRow
@@ -21,6 +22,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from samebit.kernels import token_logprobs
 from samebit.kernels.binding.trainer.training import token_scores
+from samebit.rollout import RolloutWorker, SamplingParams
 from samebit.rollout.integrations.trl.agreement import COMPARED
 from samebit.rollout.integrations.trl.async_grpo import AsyncGRPOTrainer
 from samebit.rollout.integrations.trl.async_rollouts import VERSION
@@ -237,6 +239,27 @@ def test_a_tree_has_the_scores_of_its_samples(samples: list[list[int]], folder: 
     of_samples = torch.autograd.grad(alone.sum(), list(model.parameters()))
     for one, other in zip(of_tree, of_samples, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_copy_of_the_trainers_model_computes_with_its_own_weights(adapted: bool, folder: Path) -> None:
+    """As a reference that somebody keeps: it does not follow the policy."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")) if adapted else model
+    give_scores(model, None, 1.0)
+    ids = torch.tensor([SAMPLES[0]])
+    expected, logits = token_logprobs(model, ids).detach(), model(ids).logits.detach()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert torch.equal(token_logprobs(twin, ids), expected)
+    assert torch.equal(twin(ids).logits, logits)
+    assert torch.equal(twin(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected)
+    with RolloutWorker(twin) as worker:
+        (output,) = worker.generate([SAMPLES[0]], SamplingParams(max_tokens=3))
+    sampled = torch.tensor([SAMPLES[0] + output.samples[0].token_ids])
+    assert token_logprobs(twin, sampled)[0, -3:].tolist() == output.samples[0].logprobs
 
 
 def test_inputs_without_a_place_are_refused_by_name(folder: Path) -> None:

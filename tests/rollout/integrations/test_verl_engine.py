@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch import distributed as dist
 from torch._dynamo.utils import counters
@@ -23,12 +25,15 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils, tensordict_utils
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
+from samebit.kernels import bind
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SampleOutput, SamplingParams
 from samebit.rollout.integrations.verl import patches as replacements
 from samebit.rollout.integrations.verl.names import ADAPTER
 from samebit.rollout.integrations.verl.options import AdapterOption
 from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.trainer import engine as engines
+from samebit.rollout.integrations.verl.trainer.fused_forward import give_logprobs
+from samebit.rollout.integrations.verl.trainer.lora import bind_adapted
 from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
 from ...campaign import CAMPAIGN
@@ -356,6 +361,22 @@ def test_logits_are_not_handed_out_silently(tmp_path: Path) -> None:
     engine = build(*configs(save_model(tmp_path), "float32"))
     with pytest.raises(ValueError, match="use_fused_kernels"):
         engine.module(input_ids=torch.tensor([[1, 4, 5]]))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_copy_of_the_trainers_model_computes_with_its_own_weights(adapted: bool, tmp_path: Path) -> None:
+    model: Any = Qwen3ForCausalLM.from_pretrained(save_model(tmp_path))
+    if adapted:
+        model = bind_adapted(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")))
+    else:
+        model = give_logprobs(bind(model))
+    ids = torch.tensor([[1, 4, 5]])
+    expected = model(input_ids=ids, temperature=TEMPERATURE).log_probs.detach()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert torch.equal(twin(input_ids=ids, temperature=TEMPERATURE).log_probs, expected)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ bit for bit what the rollout worker reports, and of many logits only a part is i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +17,17 @@ from samebit.kernels.binding.binding import binding_of, wrap_forward
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, use_scoring
 
 Model = TypeVar("Model", bound=nn.Module)
+Forward = Callable[..., Any]
 
 
 def give_logprobs(module: Model) -> Model:
     """Make a bound model take ``temperature`` and ``shift_labels`` and return `Scores`; returns the model."""
-    bound_forward, vocab_size = module.forward, binding_of(module).vocab_size
+    wrap_forward(module, partial(_scoring, vocab_size=binding_of(module).vocab_size))
+    return module
+
+
+def _scoring(bound: Forward, *, vocab_size: int) -> Forward:
+    """Return the forward around the bound one; each takes the model first."""
 
     def forward(
         self: nn.Module,
@@ -41,8 +49,7 @@ def give_logprobs(module: Model) -> Model:
         labels = input_ids.roll(-1, dims=1) if shift_labels is None else shift_labels
         scoring = Scoring.of(labels, temperature, vocab_size, with_entropy=with_entropy)
         with use_scoring(scoring):
-            scores: Scores = bound_forward(input_ids=input_ids, **inputs)
+            scores: Scores = bound(self, input_ids=input_ids, **inputs)
         return scores
 
-    wrap_forward(module, forward)
-    return module
+    return forward
