@@ -11,6 +11,7 @@ from datetime import timedelta
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -106,8 +107,8 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(CONFIG["vocab_size"], mask.shape) * mask, "attention_mask": mask}
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, returned: torch.dtype | None = None) -> None:
+    policy = MixedPrecisionPolicy(dtype, torch.float32, returned, cast_forward_inputs=True)
     units: list[nn.Module] = list(model.model.layers)
     if not model.config.tie_word_embeddings:
         units += [model.model.embed_tokens, model.lm_head]
@@ -198,6 +199,14 @@ def check_nothing_to_score(mesh: DeviceMesh) -> None:
         assert torch.equal(ours.grad.full_tensor(), theirs.grad / dist.get_world_size()), name
 
 
+def check_results_that_are_cast(mesh: DeviceMesh) -> None:
+    """As Accelerate has FSDP2 do, with mixed precision."""
+    model = bind(build("dense", tied=False))
+    shard(model, mesh, torch.bfloat16, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"log_probs came out of the model as torch.bfloat16, rounded: FSDP2"):
+        token_logprobs(model, **batch())
+
+
 def main(rank: int, folder: str, ranks: str, every: str) -> None:
     """Check all combinations of a model's, or of a dense one those in which any two meet in each way, and of those with
     experts one each; `check_update` has another."""
@@ -216,5 +225,6 @@ def main(rank: int, folder: str, ranks: str, every: str) -> None:
                 check(mesh, dtype, kind, tied=False, checkpointing=checkpointing)
     check_nothing_to_score(mesh)
     check_update(mesh, torch.bfloat16)
+    check_results_that_are_cast(mesh)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")

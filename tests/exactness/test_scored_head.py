@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from samebit.kernels import BindingError, bind, logprobs_from_logits, token_logp
 from samebit.kernels.binding.families import FAMILIES as BOUND
 from samebit.kernels.binding.families import Family
 from samebit.kernels.binding.trainer import logprob_head as scored_head
+from samebit.kernels.binding.trainer.training import token_scores
 
 from ..campaign import CAMPAIGN, in_pairs
 from .families import DTYPES, FAMILIES, HYBRIDS, VOCAB, make_model, paired, token_ids
@@ -129,6 +131,14 @@ def test_hooks_before_the_head_and_on_the_model_run(monkeypatch: pytest.MonkeyPa
     assert torch.equal(scores(model), of_own_logits(bind(halved_head())))
     assert not all_logits_are_made(model, monkeypatch)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+def test_scores_that_are_cast_on_their_way_out_are_refused(name: str) -> None:
+    model = bind(make_model("Qwen3"))
+    model.register_forward_hook(lambda module, given, output: replace(output, **{name: output[name].bfloat16()}))
+    with pytest.raises(ValueError, match=rf"{name} came out of the model as torch\.bfloat16"):
+        token_scores(model, IDS, with_entropy=True)
 
 
 def halved_head() -> nn.Module:

@@ -63,6 +63,20 @@ class Scores(ModelOutput):
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
 
+    def check_float32(self) -> None:
+        """Check that nothing has cast them on their way out of the model.
+
+        Raises:
+            ValueError: something has.
+        """
+        for name, values in self.items():
+            if values.dtype is not torch.float32:
+                raise ValueError(
+                    f"{name} came out of the model as {values.dtype}, rounded: FSDP2 casts what a module returns where "
+                    "its MixedPrecisionPolicy has an output_dtype (Accelerate's, with mixed_precision, has one); "
+                    "allowed: output_dtype=None"
+                )
+
 
 _installed: ContextVar[Scoring | None] = ContextVar("samebit_scoring", default=None)
 

@@ -47,7 +47,7 @@ def token_logprobs(
 
     Raises:
         ValueError: a model that is not bound, shapes that do not match, ids outside the vocabulary, a temperature that
-            is not positive and finite.
+            is not positive and finite; results that FSDP2 has cast to another dtype (``output_dtype``).
         TypeError: ids or positions that are no integers, a mask that is no tensor.
         BindingError: the model's modules are not those that were bound, by name.
     """
@@ -108,6 +108,7 @@ def token_scores(
     with torch.cuda.device_of(packed), use_context(packed_layout), use_scoring(scoring):
         call = model if forward is None else forward
         scores = call(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1))
+    scores.check_float32()
 
     def placed(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return out.view(-1).index_put((targets,), values).view(batch, width)[:, 1:]

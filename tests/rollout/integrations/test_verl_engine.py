@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch import distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -377,6 +378,13 @@ def test_a_copy_of_the_trainers_model_computes_with_its_own_weights(adapted: boo
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     assert torch.equal(twin(input_ids=ids, temperature=TEMPERATURE).log_probs, expected)
+
+
+def test_scores_that_fsdp2_casts_are_refused_by_name(tmp_path: Path) -> None:
+    model: Any = give_logprobs(bind(Qwen3ForCausalLM.from_pretrained(save_model(tmp_path, tied=False))))
+    fully_shard(model.lm_head, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"log_probs came out of the model as torch\.bfloat16, rounded: FSDP2"):
+        model(input_ids=torch.tensor([[1, 4, 5]]), temperature=TEMPERATURE)
 
 
 @pytest.fixture

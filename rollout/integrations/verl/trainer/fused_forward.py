@@ -50,6 +50,7 @@ def _scoring(bound: Forward, *, vocab_size: int) -> Forward:
         scoring = Scoring.of(labels, temperature, vocab_size, with_entropy=with_entropy)
         with use_scoring(scoring):
             scores: Scores = bound(self, input_ids=input_ids, **inputs)
+        scores.check_float32()
         return scores
 
     return forward
