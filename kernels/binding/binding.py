@@ -130,7 +130,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         plan.kv_layout(),
         vocab_size=head.weight.shape[0],
         exact=exact,
-        modules=BoundModules.of(inner),
+        modules=_recorded(inner),
         state_layout=plan.state_layout(),
         route_layout=plan.route_layout(),
         adapters=plan.lora.adapters(),
@@ -186,7 +186,12 @@ def wrap_forward(model: nn.Module, wrapped: Callable[[Forward], Forward]) -> Non
     binding = checked_binding_of(model)
     inner = inner_model(model)
     inner.__dict__["forward"] = MethodType(wrapped(own_forward(inner)), inner)
-    inner.__dict__["samebit"] = replace(binding, modules=BoundModules.of(inner))
+    inner.__dict__["samebit"] = replace(binding, modules=_recorded(inner))
+
+
+def _recorded(model: nn.Module) -> BoundModules:
+    decoders = [part for part in model.modules() if isinstance(part.__dict__.get("samebit"), bound.DecoderFacts)]
+    return BoundModules.of(model, decoders)
 
 
 def _take_in_adapters(model: nn.Module) -> None:
@@ -208,7 +213,7 @@ def _take_in_adapters(model: nn.Module) -> None:
         facts = module.__dict__.get("samebit")
         if isinstance(facts, bound.DecoderFacts):
             bound.attach(module, bound.decoder_forward, replace(facts, adapters=adapters))
-    inner.__dict__["samebit"] = replace(binding, modules=BoundModules.of(inner), adapters=adapters)
+    inner.__dict__["samebit"] = replace(binding, modules=_recorded(inner), adapters=adapters)
 
 
 def _check_none_is_dropped(model: nn.Module, computed: set[nn.Module | None]) -> None:

@@ -136,19 +136,25 @@ class BoundModule:
 
 @dataclass(frozen=True, eq=False)
 class BoundModules:
-    """Holds all modules of a model as `bind` left them."""
+    """Holds all modules of a model as `bind` left them.
+
+    Attributes:
+        decoders: those that run all layers.
+    """
 
     modules: tuple[BoundModule, ...]
+    decoders: tuple[nn.Module, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "BoundModules":
+    def of(cls, model: nn.Module, decoders: Iterable[nn.Module]) -> "BoundModules":
         """Return the modules as they are now."""
-        return cls(tuple(BoundModule.of(name, module) for name, module in model.named_modules()))
+        return cls(tuple(BoundModule.of(name, module) for name, module in model.named_modules()), tuple(decoders))
 
     def apart_from(self, names: Iterable[str]) -> "BoundModules":
         """Return the record without these modules and what is in them."""
         left_out = tuple(f"{name}." for name in names)
-        return BoundModules(tuple(one for one in self.modules if not f"{one.name}.".startswith(left_out)))
+        kept = tuple(one for one in self.modules if not f"{one.name}.".startswith(left_out))
+        return BoundModules(kept, self.decoders)
 
     def check(self) -> None:
         """Raise if a module is not as `bind` left it.
@@ -158,10 +164,24 @@ class BoundModules:
         """
         others = [module for module in self.modules if not module.is_as_it_was()]
         found = [difference for module in others for difference in module.differences()]
+        found += [said for module in others for said in self._recomputed(module)]
         if found:
             more = len(found) - _NAMED_AT_ONCE
             named = "; ".join(found[:_NAMED_AT_ONCE]) + (f"; and {more} more" if more > 0 else "")
             raise BindingError(f"the model is not what was bound: {named}. {_REMEDY}")
+
+    def _recomputed(self, parent: BoundModule) -> Iterator[str]:
+        """Say which children would run all layers again in the backward, where no call of the model around them says
+        which sequences there are."""
+        for name, child in parent.module._modules.items():
+            if child is None or unwrapped(child) is child:
+                continue
+            if any(part in self.decoders for part in child.modules()):
+                yield (
+                    f"{parent.name}{'.' if parent.name else ''}{name} is in a checkpoint_wrapper as a whole, and would "
+                    "be recomputed without its layout (allowed: one around each layer, or "
+                    "gradient_checkpointing_enable())"
+                )
 
 
 def check_not_compiled(model: nn.Module) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers.utils import ModelOutput
 
@@ -17,7 +20,7 @@ from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
-from .families import make_model
+from .families import make_model, make_wrapped
 
 IDS = torch.arange(1, 40)[None]
 FEW = SamplingParams(max_tokens=2)
@@ -314,6 +317,46 @@ LEGAL: dict[str, Callable[[Any], object]] = {
     "a buffer": lambda model: model.register_buffer("calls", torch.zeros(1)),
     "mixed precision of Accelerate": prepared_by_accelerate,
 }
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_wrapper_of_checkpointing_around_all_layers_is_refused(kind: str) -> None:
+    """What it recomputes is the call of the decoder alone, which does not say where sequences begin."""
+    model = bind(make_model("Llama"))
+    outer = nn.ModuleDict({"policy": model})
+    expected = token_logprobs(model, IDS)
+    apply_activation_checkpointing(outer, check_fn=lambda module: type(module).__name__ == kind)
+    if kind == "LlamaForCausalLM":
+        with pytest.raises(ValueError, match="CheckpointWrapper is not bound, but what it wraps is"):
+            token_logprobs(outer["policy"], IDS)
+        return
+    with pytest.raises(BindingError, match=r"model is in a checkpoint_wrapper as a whole.*around each layer"):
+        token_logprobs(model, IDS)
+    model.model = model.model._checkpoint_wrapped_module
+    assert torch.equal(token_logprobs(model, IDS), expected)
+
+
+def test_a_wrapper_of_checkpointing_around_all_layers_of_a_model_with_vision_is_refused() -> None:
+    model = bind(make_wrapped("Qwen3_5"))
+    for parent, name in ((model.model, "language_model"), (model, "model")):
+        whole = parent.get_submodule(name)
+        parent.add_module(name, checkpoint_wrapper(whole))
+        with pytest.raises(BindingError, match=rf"{name} is in a checkpoint_wrapper as a whole"):
+            token_logprobs(model, IDS)
+        parent.add_module(name, whole)
+    token_logprobs(model, IDS)
+
+
+def test_wrappers_of_checkpointing_around_layers_keep_the_gradients_of_several_sequences() -> None:
+    """Of as many tokens as there are in one chunk, so that nothing but the layout tells them apart."""
+    model = bind(make_model("Llama"))
+    ids = torch.arange(128).view(2, 64)
+    expected = torch.autograd.grad(token_logprobs(model, ids).sum(), list(model.parameters()))
+    wrapped_layers(model)
+    for one, other in zip(
+        torch.autograd.grad(token_logprobs(model, ids).sum(), list(model.parameters())), expected, strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:a bound model computes in the dtype of its parameters")
