@@ -236,7 +236,7 @@ def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
 
 def gather(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
     """Implement `Operations.gather`."""
-    out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
+    out, peaks, log_totals = _three_a_row(logits)
     _gather_rows(
         logits.numel(), _readable(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(), out.numpy(),
         peaks.numpy(), log_totals.numpy(),
@@ -259,7 +259,7 @@ def gather_gradient(
 
 def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
     """Implement `Operations.entropies`."""
-    out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
+    out, peaks, log_totals = _three_a_row(logits)
     _entropy_rows(
         logits.numel(), _readable(logits), temperatures.contiguous().numpy(), out.numpy(), peaks.numpy(),
         log_totals.numpy(),
@@ -278,6 +278,13 @@ def entropy_gradient(
         log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
     )  # fmt: skip
     return out.to(logits.dtype)
+
+
+def _three_a_row(logits: torch.Tensor) -> Reduced:
+    """Return room for results, which is no view: autograd lets nobody write to one that an operation returns; and for
+    normalisers."""
+    peaks, log_totals = torch.empty(2, logits.shape[0], dtype=torch.float32).unbind(0)
+    return torch.empty(logits.shape[0], dtype=torch.float32), peaks, log_totals
 
 
 def _readable(logits: torch.Tensor) -> Any:

@@ -202,7 +202,7 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         kernels = ctx.kernels = operations_for(logits)
         out, *normalisers = kernels.entropies(logits, temperatures)
-        ctx.save_for_backward(logits, temperatures, out, *normalisers)
+        ctx.save_for_backward(logits, temperatures, out.clone(), *normalisers)  # callers may write to `out`
         return out
 
     @staticmethod

@@ -82,6 +82,24 @@ def test_logits_in_bfloat16_are_read_as_if_widened(vocabulary: int, what: Callab
     assert torch.equal(narrow[0].grad, wide[0].grad.bfloat16()), "rounded once"
 
 
+@pytest.mark.parametrize("what", OF_LOGITS)
+def test_callers_may_write_to_a_result(what: Callable[..., torch.Tensor]) -> None:
+    """As who masks tokens of a prompt does; the gradient of what is left stays."""
+    logits, tokens, temperatures = rows(1009)
+    mask = torch.arange(9) % 3 > 0
+    one, other = leaves(logits, logits)
+    masked = what(one, tokens, temperatures) * mask
+    written = what(other, tokens, temperatures)
+    written.mul_(mask)
+    assert torch.equal(written, masked)
+    (masked * 1.5).sum().backward()
+    (written * 1.5).sum().backward()
+    assert torch.equal(other.grad, one.grad)
+    chosen = what(other, tokens, temperatures)
+    chosen[~mask] = 0
+    assert torch.equal(chosen, masked)
+
+
 def test_entropy_of_ruled_out_tokens_and_flat_rows() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf, 0.0], [1e4, 0.0, 0.0, 0.0], [torch.nan, 0.0, 0.0, 0.0]])
     (leaf,) = leaves(logits)
