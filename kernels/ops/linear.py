@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes, plain_backward
@@ -96,14 +97,20 @@ def weight_and_bias(module: nn.Module) -> Layer:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a hook listens to the calls of a module, or to their gradients."""
+    """Return whether a hook listens to the calls of a module, of it or of all modules, or to their gradients."""
     named = module.__dict__
     return bool(
         named["_forward_pre_hooks"]
         or named["_backward_hooks"]
         or named["_backward_pre_hooks"]
         or (named["_forward_hooks"] and some_listen(named["_forward_hooks"]))
+        or some_listen_to_all()
     )
+
+
+def some_listen_to_all() -> bool:
+    """Return whether a hook listens to the calls of all modules of the process, or to their gradients."""
+    return bool(torch_modules._has_any_global_hook())
 
 
 def some_listen(hooks: Mapping[int, Any]) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers.utils import ModelOutput
 
@@ -386,6 +387,38 @@ def test_hooks_on_modules_that_may_be_computed_together_run_in_trainer_and_rollo
     assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
     with torch.no_grad():
         assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_hooks_of_all_modules_see_those_that_may_be_computed_together(adapted: bool) -> None:
+    model = make_model("Qwen3")
+    if adapted:
+        with_adapters(model)
+    expected = token_logprobs(bind(model), IDS).detach()
+    layer, called = model.model.layers[1], set[nn.Module]()
+    wanted = {part for part in (layer.self_attn, layer.mlp) for part in part.modules() if is_computed(part)}
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        worker.generate([[1, 2, 3]], FEW)
+        handle = register_module_forward_hook(lambda module, given, output: called.add(module))
+        try:
+            assert torch.equal(token_logprobs(model, IDS), expected)
+            assert wanted <= called
+            called.clear()
+            with torch.no_grad():
+                assert torch.equal(token_logprobs(model, IDS), expected)
+            assert wanted <= called
+            called.clear()
+            output = worker.generate([[1, 2, 3]], FEW)[0]
+            assert wanted <= called
+        finally:
+            handle.remove()
+    ids = torch.tensor([output.prompt_token_ids + output.samples[0].token_ids])
+    assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Whether it multiplies or normalises."""
+    return isinstance(module, nn.Linear) or "Norm" in type(module).__name__
 
 
 @pytest.mark.parametrize("name", ["", "model"])

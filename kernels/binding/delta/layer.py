@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.layers.experts import block_behind
@@ -94,8 +93,6 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
 def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> Found | None:
     """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
     modules does more than compute with them."""
-    if torch_modules._has_any_global_hook():
-        return None
     gated, children = facts.options.inner > 0, layer._modules
     mixer, mlp = children[MIXER], children["mlp"]
     inside, of_mlp = mixer._modules, mlp._modules

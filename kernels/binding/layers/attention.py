@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found
@@ -111,8 +110,6 @@ def _is_plain_attention(facts: AttentionFacts) -> bool:
 def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> Found | None:
     """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
     modules does more than compute with them."""
-    if torch_modules._has_any_global_hook():
-        return None
     children, gated = layer._modules, facts.options.inner > 0
     attention, mlp = children["self_attn"], children["mlp"]
     of_attention, of_mlp = attention._modules, mlp._modules

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
 from samebit.kernels.layout.lora.adapters import KeptTerms
-from samebit.kernels.ops.linear import some_listen
+from samebit.kernels.ops.linear import some_listen, some_listen_to_all
 from samebit.kernels.ops.rope import RotaryTables
 
 Block = tuple[BlockWeights, BlockOptions]
@@ -122,7 +121,7 @@ class KnownCall:
             not any(map(some_listen, filter(None, self.hooks)))
             and all(map(is_, map(dict.get, self.holders, self.names), self.things))
             and _marks(self.weights) == self.marks
-            and not torch_modules._has_any_global_hook()
+            and not some_listen_to_all()
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
 from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward, weights_forward
@@ -135,8 +134,6 @@ def _index_of(indexer: nn.Module, parts: dict[nn.Module, Any]) -> IndexerOptions
 def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> Found | None:
     """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
     modules does more than compute with them."""
-    if torch_modules._has_any_global_hook():
-        return None
     low_rank, gated = facts.options.query_rank > 0, facts.options.inner > 0
     children = layer._modules
     attention, mlp = children["self_attn"], children["mlp"]

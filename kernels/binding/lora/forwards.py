@@ -20,7 +20,15 @@ from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, i
 from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters, Site
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.layers.gated import gated_linears
-from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears, multiply, weight_and_bias
+from samebit.kernels.ops.linear import (
+    is_hooked,
+    is_plain,
+    linear,
+    linears,
+    multiply,
+    some_listen_to_all,
+    weight_and_bias,
+)
 from samebit.kernels.ops.lora.low_rank import add_checked, add_low_rank, known_terms
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -163,7 +171,7 @@ def _by_site(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapt
     site = sites.get(modules)
     if site is None:
         return _new_site(x, modules, adapters)
-    if any(site.hooks):
+    if any(site.hooks) or some_listen_to_all():
         return None
     outs = multiply(x, site.layers)
     if site.terms is not None:

@@ -13,7 +13,7 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, LowRank, LowRanks
 from samebit.kernels.layout.shape_checks import check_host
 from samebit.kernels.ops.dispatch import operations_for
-from samebit.kernels.ops.linear import is_plain, weight_and_bias
+from samebit.kernels.ops.linear import is_plain, some_listen_to_all, weight_and_bias
 
 
 def add_low_rank(
@@ -56,7 +56,7 @@ def known_terms(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
 
 
 def _terms_now(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
-    found = None if kept is None or any(deltas.hooks) else kept.of(deltas)
+    found = None if kept is None or any(deltas.hooks) or some_listen_to_all() else kept.of(deltas)
     if found is not None:
         return found
     if not all(is_plain(delta.down) and is_plain(delta.up) for delta in deltas.each):
