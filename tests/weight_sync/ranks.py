@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,10 @@ from torch.distributed.tensor import DTensor
 from samebit.weight_sync import (
     BroadcastReceiver,
     BroadcastSender,
+    NonFiniteWeightError,
     PeerLostError,
+    SharedMemoryReceiver,
+    SharedMemorySender,
     SyncBrokenError,
     SyncRefusedError,
     TensorSpec,
@@ -131,6 +134,13 @@ def broken_stream(model: nn.Module) -> WeightStream:
     return WeightStream({name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}, weights())
 
 
+def sharded_model(mesh: DeviceMesh) -> Model:
+    model = Model(3)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def sharded_sync(rank: int) -> None:
     """Ranks 0 and 1 hold shards; rank 0 sends to rank 2, part by part: nothing is gathered whole, and no part is larger
     than a bucket. A refusal leaves nobody waiting. Deltas and casts of shards are those of the whole."""
@@ -156,10 +166,7 @@ def sharded_sync(rank: int) -> None:
         check_equal(Model(3).to(torch.bfloat16).float(), model)
         assert "one: bfloat16 -> float32" in report.casts
         return
-    trainer = Model(3)
-    for layer in trainer.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(trainer, mesh=mesh)
+    trainer = sharded_model(mesh)
     assert trainer.layers[0].weight.to_local().shape[0] < 33
     assert trainer.embed.weight.nbytes > 10 * BUCKET
     DTensor.full_tensor = lambda self: pytest.fail("gathered whole")
@@ -178,6 +185,66 @@ def sharded_sync(rank: int) -> None:
             with raises(SyncRefusedError, "unknown") if refused else contextlib.nullcontext():
                 sender.send(stream, delta=delta)
         assert BUCKET // 2 < max(longest) <= BUCKET
+
+
+def broken_off_in_a_tensor(rank: int) -> None:
+    """A send ends between two parts of a sharded tensor: by NaN, by a receiver that fails, by a tensor that was not
+    announced. Rank 1 goes through the rest, of this tensor and the others, with nobody to wait for."""
+    sharded.PART_BYTES = BUCKET
+    pair, mesh = dist.new_group([0, 2]), DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        receive_what_is_broken_off(pair)
+        return
+    trainer = sharded_model(mesh)
+    if rank == 1:
+        for _ in range(4):
+            WeightStream.of(trainer).exhaust()
+        return
+    local = trainer.embed.weight.to_local().detach()
+    first = local[0, 0].item()
+    with BroadcastSender(pair, bucket_bytes=BUCKET, timeout=HANG) as sender:
+        local[0, 0] = torch.nan
+        with raises(NonFiniteWeightError, "embed.weight holds NaN or infinity"):
+            sender.send(trainer)
+        local[0, 0] = first
+        whole = WeightStream.of(trainer)
+        fewer = {name: spec for name, spec in whole.specs.items() if name != "embed.weight"}
+        with raises(SyncBrokenError, "the stream gave 'embed.weight', which was not announced"):
+            sender.send(WeightStream(fewer, whole.weights()))
+        with SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as to_one:
+            dist.broadcast_object_list([to_one.address], 0, pair)
+            with raises(SyncBrokenError, "the receiver failed: ZeroDivisionError: in the middle"):
+                to_one.send(trainer)
+        sender.send(trainer)
+
+
+def receive_what_is_broken_off(pair: dist.ProcessGroup) -> None:
+    model = Model(4)
+    end = BroadcastReceiver(0, pair, timeout=HANG)
+    with raises(SyncBrokenError, "the sender broke off: NonFiniteWeightError: embed.weight"):
+        apply_weights(model, end)
+    with raises(SyncBrokenError, "the sender broke off: SyncBrokenError: the stream gave 'embed.weight'"):
+        apply_weights(model, end, partial=True)
+    said: list[str] = [""]
+    dist.broadcast_object_list(said, 0, pair)
+    link: Any = SharedMemoryReceiver(said[0], timeout=HANG)
+    link.next_bucket = failing_at(5, link.next_bucket)
+    with raises(ZeroDivisionError, "in the middle"):
+        apply_weights(model, link)
+    link.close()
+    apply_weights(model, end, verify=True)
+    check_equal(Model(3), model)
+
+
+def failing_at(number: int, call: Callable[[], Any]) -> Callable[[], Any]:
+    count = iter(range(1, 1000))
+
+    def counted() -> Any:
+        if next(count) == number:
+            raise ZeroDivisionError("in the middle")
+        return call()
+
+    return counted
 
 
 def death_of_a_receiver(rank: int) -> None:
@@ -205,6 +272,7 @@ def main(rank: int, folder: str) -> None:
     )
     plain_syncs(rank)
     sharded_sync(rank)
+    broken_off_in_a_tensor(rank)
     dist.barrier()
     death_of_a_receiver(rank)
     os.write(1, b"all went well\n")

@@ -4,13 +4,14 @@ Invariants
 ----------
 * The parts are flat, in row-major order, at most `PART_BYTES` each, and begin at multiples of 64 bytes. No rank holds
   more of the whole than two of them.
-* Every part is a collective: all ranks of the mesh go through `parts()` (or `whole()`) together.
+* Every part is a collective: all ranks of the mesh go through `parts()`, `whole()` or `exhaust()` together, once. One
+  that stops between two parts exhausts the rest.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,22 +23,19 @@ from samebit.weight_sync.wire.buckets import ALIGN
 PART_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
 class Sharded:
-    """Holds a sharded tensor, each part of which is cast to `dtype`."""
+    """Gathers a sharded tensor, each part of which is cast to `dtype`."""
 
-    tensor: DTensor
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
+    def __init__(self, tensor: DTensor, dtype: torch.dtype) -> None:
+        self.shape = tensor.shape
+        self.dtype = dtype
+        self._left = _broadcasts(tensor, dtype)
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the parts; the rank that holds a part broadcasts it to all."""
         step = ALIGN // self.dtype.itemsize
         carried = torch.empty(0, dtype=self.dtype)
-        for part in self._broadcasts():
+        for part in self._left:
             joined = torch.cat([carried.to(part.device), part.to(self.dtype)])
             cut = joined.numel() // step * step
             if cut:
@@ -51,21 +49,26 @@ class Sharded:
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
         return flat.view(self.shape)
 
-    def _broadcasts(self) -> Iterator[Tensor]:
-        mesh, local = self.tensor.device_mesh, self.tensor.to_local().detach().reshape(-1)
-        group, me = mesh.get_group(), mesh.get_local_rank()
-        most = PART_BYTES // max(local.dtype.itemsize, self.dtype.itemsize)
-        for owner, count in enumerate(_shares(self.tensor)):
-            for begin in range(0, count, most):
-                size = min(most, count - begin)
-                part = local[begin : begin + size].contiguous() if owner == me else local.new_empty(size)
-                dist.broadcast(part, dist.get_global_rank(group, owner), group)
-                yield part
+    def exhaust(self) -> None:
+        """Take part in gathering what is left, and drop it."""
+        deque(self._left, maxlen=0)
 
 
 def in_parts(tensor: DTensor) -> bool:
     """Return whether a tensor can be gathered in parts: it is split by rows over a mesh of one dimension."""
     return tensor.device_mesh.ndim == 1 and tuple(tensor.placements) == (Shard(0),)
+
+
+def _broadcasts(tensor: DTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    mesh, local = tensor.device_mesh, tensor.to_local().detach().reshape(-1)
+    group, me = mesh.get_group(), mesh.get_local_rank()
+    most = PART_BYTES // max(local.dtype.itemsize, dtype.itemsize)
+    for owner, count in enumerate(_shares(tensor)):
+        for begin in range(0, count, most):
+            size = min(most, count - begin)
+            part = local[begin : begin + size].contiguous() if owner == me else local.new_empty(size)
+            dist.broadcast(part, dist.get_global_rank(group, owner), group)
+            yield part
 
 
 def _shares(tensor: DTensor) -> list[int]:

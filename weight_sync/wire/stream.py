@@ -5,12 +5,12 @@ Invariants
 * `specs` is known before the first tensor exists; `tensors()` may be called once, and yields exactly the
   announced tensors, in any order, or raises.
 * A sharded tensor is gathered when its turn comes, by all ranks that hold a shard: part by part where it is split by
-  rows, else whole. So every one of these ranks has to go through `tensors()`, `weights()` or `exhaust()`.
+  rows, else whole. So every one of these ranks has to go through `tensors()`, `weights()` or `exhaust()`; one that
+  fails on the way calls `exhaust()`, which begins in the middle of the tensor whose turn it is.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -38,6 +38,7 @@ class WeightStream:
         self.specs = dict(specs)
         self.casts: tuple[str, ...] = ()
         self._weights = iter(weights)
+        self._gathering: Sharded | None = None
         self._begun = False
 
     @classmethod
@@ -72,6 +73,7 @@ class WeightStream:
         self._begun = True
         missing = dict(self.specs)
         for name, weight in self._weights:
+            self._gathering = weight if isinstance(weight, Sharded) else None
             spec = missing.pop(name, None)
             if spec is None:
                 raise SyncBrokenError(f"the stream gave {name!r}, which was not announced or came before")
@@ -85,9 +87,11 @@ class WeightStream:
     def exhaust(self) -> None:
         """Gather what is left and drop it, as a rank does that holds shards and sends nothing."""
         self._begun = True
+        if self._gathering is not None:
+            self._gathering.exhaust()
         for _, weight in self._weights:
             if isinstance(weight, Sharded):
-                deque(weight.parts(), maxlen=0)
+                weight.exhaust()
 
 
 def _of_text(module: nn.Module) -> dict[str, Tensor]:
