@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.manifest import TensorSpec, check_name, live_tensors
@@ -108,11 +109,21 @@ def check_readable(tensors: Mapping[str, Tensor]) -> None:
         raise WeightSourceError(f"these tensors are not dense: {', '.join(packed)}")
 
 
+def _check_whole(tensors: Mapping[str, Tensor]) -> None:
+    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    if sharded:
+        raise WeightSourceError(
+            f"these tensors are sharded (DTensor): {', '.join(sharded)}; allowed: WeightStream.of(model or dict), "
+            "which gathers each in its turn, and which every rank goes through"
+        )
+
+
 class TensorDict(TensorSource):
     """Reads tensors that are in memory already."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         check_readable(tensors)
+        _check_whole(tensors)
         self._tensors = tensors
 
     def specs(self) -> dict[str, TensorSpec]:

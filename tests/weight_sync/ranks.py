@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from samebit.weight_sync import (
     BroadcastReceiver,
@@ -33,6 +33,7 @@ from samebit.weight_sync import (
     SyncRefusedError,
     TensorSpec,
     WeightMismatchError,
+    WeightSourceError,
     WeightStream,
     apply_weights,
 )
@@ -187,6 +188,27 @@ def sharded_sync(rank: int) -> None:
         assert BUCKET // 2 < max(longest) <= BUCKET
 
 
+def sharded_in_one_process(rank: int) -> None:
+    """Each of ranks 0 and 1 has a whole copy beside its shards, and rank 2 has none. A module and a dict of shards are
+    refused; an iterator may give them as they are, split by rows or otherwise."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        return
+    trainer, model = sharded_model(mesh), Model(4)
+    for source in (trainer, dict(trainer.named_parameters())):
+        with raises(WeightSourceError, "these tensors are sharded (DTensor): one, embed.weight"):
+            apply_weights(model, source)
+    given: dict[str, Any] = dict(trainer.named_parameters())
+    given["layers.2.weight"] = given["layers.2.weight"].redistribute(placements=[Shard(1)])
+    for gathers in (rank, 1 - rank, 1):
+        stream = WeightStream({name: TensorSpec.of(name, tensor) for name, tensor in given.items()}, given.items())
+        if gathers:
+            apply_weights(model, stream, verify=True)
+        else:
+            stream.exhaust()
+    check_equal(Model(3), model)
+
+
 def broken_off_in_a_tensor(rank: int) -> None:
     """A send ends between two parts of a sharded tensor: by NaN, by a receiver that fails, by a tensor that was not
     announced. Rank 1 goes through the rest, of this tensor and the others, with nobody to wait for."""
@@ -231,8 +253,8 @@ def receive_what_is_broken_off(pair: dist.ProcessGroup) -> None:
     link.next_bucket = failing_at(5, link.next_bucket)
     with raises(ZeroDivisionError, "in the middle"):
         apply_weights(model, link)
-    link.close()
     apply_weights(model, end, verify=True)
+    link.close()
     check_equal(Model(3), model)
 
 
@@ -271,6 +293,7 @@ def main(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=HANG)
     )
     plain_syncs(rank)
+    sharded_in_one_process(rank)
     sharded_sync(rank)
     broken_off_in_a_tensor(rank)
     dist.barrier()

@@ -72,14 +72,15 @@ class WeightStream:
             raise RuntimeError("this stream was read already: make another for the next update")
         self._begun = True
         missing = dict(self.specs)
-        for name, weight in self._weights:
+        for name, given in self._weights:
+            weight = _gathered(given)
             self._gathering = weight if isinstance(weight, Sharded) else None
             spec = missing.pop(name, None)
             if spec is None:
                 raise SyncBrokenError(f"the stream gave {name!r}, which was not announced or came before")
-            given = TensorSpec(name, tuple(weight.shape), weight.dtype)
-            if given != spec:
-                raise SyncBrokenError(f"the stream gave {given} for {name}, not {spec}")
+            came = TensorSpec(name, tuple(weight.shape), weight.dtype)
+            if came != spec:
+                raise SyncBrokenError(f"the stream gave {came} for {name}, not {spec}")
             yield name, weight
         if missing:
             raise SyncBrokenError(f"the stream ended without {', '.join(missing)}")
@@ -89,7 +90,8 @@ class WeightStream:
         self._begun = True
         if self._gathering is not None:
             self._gathering.exhaust()
-        for _, weight in self._weights:
+        for _, given in self._weights:
+            weight = _gathered(given)
             if isinstance(weight, Sharded):
                 weight.exhaust()
 
@@ -107,6 +109,11 @@ def _as_it_travels(tensor: Tensor, dtype: torch.dtype) -> Tensor | Sharded:
             return Sharded(tensor, dtype)
         tensor = tensor.full_tensor()
     return tensor.to(dtype)
+
+
+def _gathered(given: Tensor | Sharded) -> Tensor | Sharded:
+    """Return what an iterator gave as `_as_it_travels` does, if it is sharded still."""
+    return _as_it_travels(given, given.dtype) if isinstance(given, DTensor) else given
 
 
 def _cast_spec(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
