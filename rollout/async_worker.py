@@ -125,7 +125,7 @@ class AsyncWorker:
         """Stop the worker and hang up; the process goes on."""
         if self._loaded is not None:
             await self.in_thread(self._loaded.close)
-        self._sources.close()
+        await self.in_thread(self._sources.close)
 
     @property
     def worker(self) -> LocalWorker:

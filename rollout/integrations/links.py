@@ -91,7 +91,7 @@ class Sources:
     """Opens the links that calls name. Any thread may call it.
 
     A link stays open for the next update. Each to a sender of this machine takes memory and descriptors: of those that
-    are idle only the last ones stay.
+    are idle only the last ones stay. A group waits for its ranks: it is made before the mutex is held.
     """
 
     def __init__(self) -> None:
@@ -129,8 +129,9 @@ class Sources:
             self._lines.clear()
 
     def _take(self, source: Link) -> _Line:
+        own = _Line(source.open()) if isinstance(source, BroadcastGroup) else None  # for this update alone
         with self._mutex:
-            line = self._lines.pop(source, None)
+            line = own or self._lines.pop(source, None)
             if line is None:
                 self._make_room(source)
                 line = _Line(source.open())

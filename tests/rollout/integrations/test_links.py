@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 
-from samebit.rollout.integrations.links import MOST_IDLE, SharedMemoryAt, Sources
-from samebit.weight_sync import PeerLostError, SharedMemoryReceiver, SharedMemorySender, SyncRefusedError
+from samebit.rollout.integrations import links as links_of_calls
+from samebit.rollout.integrations.links import MOST_IDLE, BroadcastGroup, SharedMemoryAt, Sources
+from samebit.weight_sync import (
+    BroadcastSender,
+    PeerLostError,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncRefusedError,
+    connected_store,
+    gloo_group,
+    listening_store,
+)
 from samebit.weight_sync.wire.link import Answer, ReceiverLink
 
 from ...patience import HANG
@@ -128,3 +140,28 @@ def test_an_update_whose_link_is_given_up_ends() -> None:
         with sources.opened(address) as another:
             assert another is not link
     sources.close()
+
+
+def test_a_group_that_waits_for_its_ranks_holds_up_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender is late: meanwhile an update comes over another link, and what is open can be closed."""
+    sources, store, joining = Sources(), listening_store("127.0.0.1"), threading.Event()
+
+    def connect(*place: Any, **options: Any) -> Any:
+        joining.set()
+        return connected_store(*place, **options)
+
+    def receive() -> None:
+        with sources.opened(BroadcastGroup("127.0.0.1", store.port, 1, 2, HANG)) as link:
+            refuse(link)
+
+    monkeypatch.setattr(links_of_calls, "connected_store", connect)
+    with ThreadPoolExecutor(1) as other, small_sender() as sender:
+        received = other.submit(receive)
+        assert joining.wait(HANG)
+        link = refused(sources, sender)
+        sources.close()
+        assert num_open([link]) == 0
+        late = BroadcastSender(gloo_group(store, 0, 2, timeout=HANG), timeout=HANG)
+        with pytest.raises(SyncRefusedError, match="not now"):
+            late.send(WEIGHTS)
+        received.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -134,3 +135,17 @@ def test_a_worker_behind_a_loop_answers_like_one_before_it(make_worker: MakeWork
         assert (await inside.stats())["requests_aborted"] == 1
 
     behind_a_loop(worker, check)
+
+
+def test_a_worker_behind_a_loop_hangs_up_in_a_thread(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for an update that is opening its link, and `health` answers meanwhile."""
+    worker, _ = make_worker()
+    closed_in: list[threading.Thread] = []
+
+    async def check(inside: AsyncWorker, sources: Sources) -> None:
+        monkeypatch.setattr(sources, "close", lambda: closed_in.append(threading.current_thread()))
+        await inside.close()
+
+    behind_a_loop(worker, check)
+    assert len(closed_in) == 1
+    assert closed_in != [threading.current_thread()]
