@@ -4,7 +4,7 @@
                               W_scales     [experts, rows, groups]       uint8: 127 + the exponent of 32 numbers
                               W            [experts, 32 * groups, rows]
     fp8 in blocks (DeepSeek)  W            [rows, columns]               float8_e4m3fn
-                              W_scale_inv  [rows / a, columns / b]       float32, rounded up; a x b is a block
+                              W_scale_inv  [rows / a, columns / b]       a float, rounded up; a x b is a block
 
 Invariants
 ----------
@@ -38,6 +38,9 @@ _POWERS = torch.tensor([*(math.ldexp(1.0, byte - 127) for byte in range(255)), m
 """The scale of each byte; the last is no number."""
 
 _BYTES_A_GROUP = 16
+
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes in which folders hold the scales of fp8: DeepSeek's float32, Qwen's bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +159,10 @@ def _packed_fp8(specs: Mapping[str, TensorSpec], block: list[int]) -> dict[str, 
             continue
         scales = specs.get(f"{name}_scale_inv")
         grid = [-(-size // step) for size, step in zip(spec.shape, block, strict=False)]
-        if scales is None or len(spec.shape) != 2 or list(scales.shape) != grid or scales.dtype != torch.float32:
+        if scales is None or len(spec.shape) != 2 or list(scales.shape) != grid or scales.dtype not in _SCALES:
             raise WeightSourceError(
                 f"{name} {spec} and {name}_scale_inv {scales} are not fp8 in blocks of {rows} x {columns}: the scales "
-                f"would be float32 {grid}"
+                f"would be float32, bfloat16 or float16 {grid}"
             )
         unpack = partial(_of_fp8, rows=rows, columns=columns)
         found[name] = Packed(TensorSpec(name, spec.shape, torch.bfloat16), name, scales.name, unpack)
@@ -169,7 +172,7 @@ def _packed_fp8(specs: Mapping[str, TensorSpec], block: list[int]) -> dict[str, 
 def _of_fp8(values: Tensor, scales: Tensor, *, rows: int, columns: int) -> Tensor:
     """Return the values times the scale of their block; blocks at the lower and right edge may be smaller."""
     result = torch.empty(values.shape, dtype=torch.bfloat16, device="cpu")
-    for number, scale in enumerate(scales):
+    for number, scale in enumerate(scales.float()):
         block = slice(number * rows, (number + 1) * rows)
         result[block] = values[block].float() * scale.repeat_interleave(columns)[: values.shape[1]]
     return result
