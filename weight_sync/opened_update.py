@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from samebit.weight_sync.apply import PreparedUpdate, prepare_update
-from samebit.weight_sync.manifest import Manifest, UpdateTerms
+from samebit.weight_sync.manifest import Manifest, UpdateTerms, castable
 from samebit.weight_sync.quantized import open_quantized, quantization_of
 from samebit.weight_sync.report import SyncReport
 from samebit.weight_sync.source import TensorSource, open_source
@@ -39,18 +41,28 @@ def open_update(
     elif isinstance(source, WeightStream):
         yield StreamUpdate(source, manifest, terms)
     else:
-        with _opened(source, terms) as opened:
+        with _opened(source, manifest, terms) as opened:
             in_files = isinstance(source, str | Path)
             yield prepare_update(manifest, opened, replace(terms, widen_buffers=in_files))
 
 
-def _opened(source: object, terms: UpdateTerms) -> TensorSource:
+def _opened(source: object, manifest: Manifest, terms: UpdateTerms) -> TensorSource:
     opened = open_source(source)
     if not isinstance(source, str | Path):
         return opened
     folder = Path(source)
     settings = quantization_of(folder)
-    return opened if settings is None else open_quantized(folder, opened, settings, dequantize=terms.dequantize)
+    if settings is None:
+        return opened
+    taken_as = partial(_taken_as, manifest, terms)
+    return open_quantized(folder, opened, settings, taken_as, dequantize=terms.dequantize)
+
+
+def _taken_as(manifest: Manifest, terms: UpdateTerms, name: str) -> torch.dtype:
+    """Return the dtype for a tensor that is stored quantized: with `cast` the model's, so that it is rounded once."""
+    place = manifest.place(name) if terms.cast else None
+    own = torch.bfloat16 if place is None else manifest.specs[place.name].dtype
+    return own if castable(torch.bfloat16, own) else torch.bfloat16
 
 
 def apply_weights(

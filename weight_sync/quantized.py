@@ -1,4 +1,4 @@
-"""Read the quantized weights of a folder as bfloat16, one tensor at a time.
+"""Read the quantized weights of a folder as bfloat16, or in the dtype of the model, one tensor at a time.
 
     mxfp4 (gpt-oss)           W_blocks     [experts, rows, groups, 16]   uint8: two numbers each, the low bits first
                               W_scales     [experts, rows, groups]       uint8: 127 + the exponent of 32 numbers
@@ -8,7 +8,8 @@
 
 Invariants
 ----------
-* A number is its value times its scale, in float32, rounded to bfloat16 once: the bits of transformers' dequantization.
+* A number is its value times its scale, in float32, rounded once: the bits of transformers' dequantization. An fp8
+  number is rounded to the dtype in which it is taken, an mxfp4 number to bfloat16, which holds it.
 * The format is the one that config.json names; a tensor that is not laid out so is an error, by its name.
 * Beside the tensor that is read, no more than one expert, or one row of blocks, is in memory in float32.
 """
@@ -92,8 +93,15 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         raise WeightSourceError(f"{path} is not the config of a model: {error}") from error
 
 
-def open_quantized(folder: Path, stored: TensorSource, settings: Mapping[str, Any], *, dequantize: bool) -> Dequantized:
-    """Return a source over the folder's weights in bfloat16.
+def open_quantized(
+    folder: Path,
+    stored: TensorSource,
+    settings: Mapping[str, Any],
+    taken_as: Callable[[str], torch.dtype],
+    *,
+    dequantize: bool,
+) -> Dequantized:
+    """Return a source over the folder's weights, with what is stored as fp8 in the dtype that `taken_as` says by name.
 
     Raises:
         WeightSourceError: this was not asked for; an unknown format; a tensor that does not have it.
@@ -110,7 +118,7 @@ def open_quantized(folder: Path, stored: TensorSource, settings: Mapping[str, An
             f"the weights in {folder} are quantized (quant_method={method!r}); dequantize=True takes them as bfloat16"
         )
     specs = stored.specs()
-    return Dequantized(stored, _packed_mxfp4(specs) if block is None else _packed_fp8(specs, block))
+    return Dequantized(stored, _packed_mxfp4(specs) if block is None else _packed_fp8(specs, block, taken_as))
 
 
 def _block_size(settings: Mapping[str, Any]) -> list[int] | None:
@@ -151,7 +159,9 @@ def _of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return result
 
 
-def _packed_fp8(specs: Mapping[str, TensorSpec], block: list[int]) -> dict[str, Packed]:
+def _packed_fp8(
+    specs: Mapping[str, TensorSpec], block: list[int], taken_as: Callable[[str], torch.dtype]
+) -> dict[str, Packed]:
     rows, columns = block
     found: dict[str, Packed] = {}
     for name, spec in specs.items():
@@ -164,14 +174,15 @@ def _packed_fp8(specs: Mapping[str, TensorSpec], block: list[int]) -> dict[str, 
                 f"{name} {spec} and {name}_scale_inv {scales} are not fp8 in blocks of {rows} x {columns}: the scales "
                 f"would be float32, bfloat16 or float16 {grid}"
             )
-        unpack = partial(_of_fp8, rows=rows, columns=columns)
-        found[name] = Packed(TensorSpec(name, spec.shape, torch.bfloat16), name, scales.name, unpack)
+        whole = TensorSpec(name, spec.shape, taken_as(name))
+        unpack = partial(_of_fp8, rows=rows, columns=columns, dtype=whole.dtype)
+        found[name] = Packed(whole, name, scales.name, unpack)
     return found
 
 
-def _of_fp8(values: Tensor, scales: Tensor, *, rows: int, columns: int) -> Tensor:
+def _of_fp8(values: Tensor, scales: Tensor, *, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Return the values times the scale of their block; blocks at the lower and right edge may be smaller."""
-    result = torch.empty(values.shape, dtype=torch.bfloat16, device="cpu")
+    result = torch.empty(values.shape, dtype=dtype, device="cpu")
     for number, scale in enumerate(scales.float()):
         block = slice(number * rows, (number + 1) * rows)
         result[block] = values[block].float() * scale.repeat_interleave(columns)[: values.shape[1]]

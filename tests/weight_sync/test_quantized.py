@@ -27,13 +27,13 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "we
 INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
-def gpt_oss(seed: int = 0) -> PreTrainedModel:
+def gpt_oss(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Return one whose widths are made of groups of 32."""
-    return expert_model("GptOss", seed=seed, hidden_size=64, intermediate_size=32)
+    return expert_model("GptOss", dtype, seed=seed, hidden_size=64, intermediate_size=32)
 
 
-def deepseek(seed: int = 0) -> PreTrainedModel:
-    return expert_model("DeepseekV3", seed=seed)
+def deepseek(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    return expert_model("DeepseekV3", dtype, seed=seed)
 
 
 def in_mxfp4(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -96,23 +96,44 @@ def test_mxfp4_has_the_bits_of_transformers(mxfp4: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in stored.items())
 
 
-@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16])
-def test_fp8_in_blocks_has_the_bits_of_transformers(scale: torch.dtype, tmp_path: Path) -> None:
-    model, stored = deepseek(), in_fp8(deepseek(1), scale)
-    apply_weights(model, folder_of(tmp_path, model, stored, FP8), dequantize=True)
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_fp8_in_blocks_has_the_bits_of_transformers(dtype: torch.dtype, scale: torch.dtype, tmp_path: Path) -> None:
+    """In a model of any dtype: transformers rounds the product to that of the parameter, once."""
+    model, stored = deepseek(dtype=dtype), in_fp8(deepseek(1), scale)
+    apply_weights(
+        model, folder_of(tmp_path, model, stored, FP8), dequantize=True, cast=dtype != torch.bfloat16, verify=True
+    )
     found = revert_weight_conversion(model, values(model))
     for name in [name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")]:
         value, scales = stored.pop(name), stored.pop(f"{name}_scale_inv")
         rows, columns = (size // block * block for size, block in zip(value.shape, (8, 16), strict=True))
-        assert found[name].dtype == torch.bfloat16
+        assert found[name].dtype == dtype
         if rows and columns:  # transformers takes whole blocks only
             whole = value[:rows, :columns], scales[: rows // 8, : columns // 16]
-            expected = Fp8Dequantize(None)._dequantize_one(*whole, output_dtype=torch.bfloat16)
+            expected = Fp8Dequantize(None)._dequantize_one(*whole, output_dtype=dtype)
             assert torch.equal(found[name][:rows, :columns], expected)
         spread = scales.float().repeat_interleave(8, 0).repeat_interleave(16, 1)[: value.shape[0], : value.shape[1]]
-        assert torch.equal(found.pop(name), (value.float() * spread).bfloat16())
+        assert torch.equal(found.pop(name), (value.float() * spread).to(dtype))
     assert found.keys() == stored.keys()
-    assert all(torch.equal(found[name], value) for name, value in stored.items())
+    assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in stored.items())
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_a_model_of_another_dtype_takes_quantized_weights_with_a_cast(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    model = (gpt_oss if kind == "mxfp4" else deepseek)(dtype=torch.float32)
+    with pytest.raises(WeightMismatchError, match=r"down_proj.*: offered .* bfloat16, the model has .* float32"):
+        apply_weights(model, folder, dequantize=True)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
@@ -122,15 +143,16 @@ def test_a_worker_is_built_on_request(kind: str, request: pytest.FixtureRequest)
         load_model(folder, RolloutConfig())
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     loaded = load_model(folder, RolloutConfig(dequantize=True))
-    model = gpt_oss() if kind == "mxfp4" else deepseek()
+    make = gpt_oss if kind == "mxfp4" else deepseek
+    model, wide = make(), make(dtype=torch.float32)
     apply_weights(model, folder, dequantize=True)
     assert differing(loaded.module, model) == []
     assert (loaded.eos_token_ids, loaded.module.training, loaded.shared) == ((5, 7), False, False)
     assert "quantization_config" not in loaded.module.config.to_dict()
-    wide = load_model(folder, RolloutConfig(dequantize=True, dtype="float32")).module
+    apply_weights(wide, folder, dequantize=True, cast=True)
+    loaded = load_model(folder, RolloutConfig(dequantize=True, dtype="float32"))
     assert {tensor.dtype for tensor in wide.state_dict().values()} == {torch.float32}
-    name = "model.layers.1.mlp.experts.down_proj"
-    assert torch.equal(wide.state_dict()[name], model.state_dict()[name].float())
+    assert differing(loaded.module, wide) == []
 
 
 @pytest.mark.parametrize("dequantize", [False, True])
