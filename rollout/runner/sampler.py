@@ -92,8 +92,8 @@ class Draws:
 class _Streams:
     """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences.
 
-    greedy: a temperature is 0. scaled: one is neither 0 nor 1. processed: the rows whose logits may be. with_top: a
-    sequence asks for likely tokens. seen: what is kept of those that are penalized.
+    greedy: a temperature is 0. scaled: one is neither 0 nor 1. processed: the rows whose logits may be. likely: by a
+    count of likely tokens, the rows that ask for as many. seen: what is kept of those that are penalized.
     """
 
     sequences: list[Sequence]
@@ -103,12 +103,13 @@ class _Streams:
     greedy: bool
     scaled: bool
     processed: list[int]
-    with_top: bool
+    likely: dict[int, list[int]]
     seen: dict[Sequence, SeenTokens]
 
     def part(self, at: slice) -> _Streams:
         """Return it of some of the sequences; what they draw from, `DrawInputs.part` has."""
-        return replace(self, sequences=self.sequences[at], processed=_to_process(self.sequences[at]))
+        some = self.sequences[at]
+        return replace(self, sequences=some, processed=_to_process(some), likely=_by_count(some))
 
 
 class Sampler:
@@ -144,7 +145,7 @@ class Sampler:
             greedy=0 in temperatures,
             scaled=not {0, 1}.issuperset(temperatures),
             processed=_to_process(sequences),
-            with_top=any(one.logprobs is not None for one in each),
+            likely=_by_count(sequences),
             seen=seen_by(sequences, {} if self._last is None else self._last.seen),
         )  # fmt: skip
 
@@ -176,7 +177,7 @@ class Sampler:
         return Draws(
             torch.cat([tokens for tokens, _, _ in parts]),
             Arrival(torch.cat([found for _, found, _ in parts], dim=1)),
-            [row for _, _, top in parts for row in top or ()] if streams.with_top else None,
+            [row for tokens, _, top in parts for row in top or [None] * len(tokens)] if streams.likely else None,
         )
 
     def _drawn(
@@ -190,7 +191,7 @@ class Sampler:
         if sampled is None:
             sampled = self._sample(logits, streams, positions, inputs, report_at)
         tokens, found = sampled
-        top = _top_logprobs(logits, tokens, report_at, streams.sequences) if streams.with_top else None
+        top = _top_logprobs(logits, tokens, found[1], report_at, streams.likely) if streams.likely else None
         return tokens, found, top
 
     def _sample(
@@ -218,26 +219,46 @@ def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: to
 
 
 def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int) -> TopLogprobs:
-    """Return the ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities."""
+    """Return the ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities.
+
+    Which of those that are equally likely depends on their row and the count alone: torch looks for them row by row.
+    """
     scores = log_softmax(logits, temperatures)
     best = scores.topk(min(count, scores.shape[1]), dim=1)
+    own = scores.gather(1, tokens[:, None])[:, 0]
+    on_host = (part.tolist() for part in (best.indices, best.values, tokens, own))
     rows: TopLogprobs = []
-    for row, token in enumerate(tokens.tolist()):
-        entry = dict(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True))
-        entry.setdefault(token, float(scores[row, token]))
+    for ids, values, token, score in zip(*on_host, strict=True):
+        entry = dict(zip(ids, values, strict=True))
+        entry.setdefault(token, score)
         rows.append(entry)
     return rows
 
 
-def _top_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, sequences: list[Sequence]
-) -> TopLogprobs:
-    result: TopLogprobs = [None] * len(sequences)
+def _by_count(sequences: list[Sequence]) -> dict[int, list[int]]:
+    """Return the rows that ask for likely tokens, by how many they ask for."""
+    found: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        count = sequence.params.logprobs
-        if count is not None:
-            only = slice(row, row + 1)
-            result[row] = most_likely(logits[only], tokens[only], temperatures[only], count)[0]
+        if sequence.params.logprobs is not None:
+            found.setdefault(sequence.params.logprobs, []).append(row)
+    return found
+
+
+def _top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, temperatures: torch.Tensor,
+    likely: dict[int, list[int]],
+) -> TopLogprobs:  # fmt: skip
+    """Find them for all rows at once that ask for as many; ``scores``: of the tokens, which is all that 0 asks for."""
+    result: TopLogprobs = [None] * len(logits)
+    found: TopLogprobs
+    for count, rows in likely.items():
+        at = slice(None) if len(rows) == len(logits) else indices(np.array(rows, np.int64), logits.device)
+        if count:
+            found = most_likely(logits[at], tokens[at], temperatures[at], count)
+        else:
+            found = [{token: score} for token, score in zip(tokens[at].tolist(), scores[at].tolist(), strict=True)]
+        for row, entry in zip(rows, found, strict=True):
+            result[row] = entry
     return result
 
 

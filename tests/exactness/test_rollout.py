@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from samebit.kernels.ops import sampling
+from samebit.kernels.ops.logprobs import log_softmax
 from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.runner import sampler
 
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, reported, run, tokens_of
@@ -210,6 +212,42 @@ def test_the_many_samples_of_a_prompt_are_drawn_a_few_at_a_time(
     assert max(rows) == 7
     assert_same_samples(few, at_once)
     assert [s.top_logprobs for out in few for s in out.samples] == [s.top_logprobs for o in at_once for s in o.samples]
+
+
+def test_likely_tokens_are_looked_for_at_once_and_are_those_of_each_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where others are as likely, which some calls have no room for."""
+    model = make_model("Qwen3")
+    half = VOCAB // 2
+    with torch.no_grad():
+        model.lm_head.weight[half : 2 * half] = model.lm_head.weight[:half]  # two tokens to each log-probability
+    counts = (3, 20, 3, None, 0, 20, 3)
+    params = [
+        SamplingParams(seed=seed, temperature=temperature, max_tokens=4, ignore_eos=True, logprobs=count)
+        for seed, (count, temperature) in enumerate(zip(counts, itertools.cycle((1.0, 0.7, 0.0)), strict=False))
+    ]
+    alone = [run(model, [prompt], [one])[0][0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    rows: list[int] = []
+
+    def spied(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        rows.append(len(logits))
+        return log_softmax(logits, temperatures)
+
+    monkeypatch.setattr(sampler, "log_softmax", spied)
+    together, stats = run(model, PROMPTS, params)
+    assert rows == [3, 2] * int(stats["steps"])
+    assert_same_samples(together, alone)
+    tops, expected = (
+        [[list(entry.items()) for entry in out.samples[0].top_logprobs or ()] for out in part]
+        for part in (together, alone)
+    )
+    assert tops == expected
+    assert all(first == second > third for (_, first), (_, second), (_, third), *_ in tops[0]), "a tie was not cut"
+    of_none = together[counts.index(0)].samples[0]
+    assert of_none.top_logprobs == [
+        {token: score} for token, score in zip(of_none.token_ids, of_none.logprobs, strict=True)
+    ]
 
 
 def test_parameters_that_rule_all_tokens_out_fail_their_own_request_and_do_not_blame_the_weights() -> None:
