@@ -35,6 +35,9 @@ _UNSEEDED = 1 << 31
 
 _WORD = 0xFFFFFFFF
 
+_PART = 128
+"""Tokens of the vocabulary, whose likeliest is looked at first."""
+
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
 again."""
@@ -221,18 +224,40 @@ def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: to
 def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int) -> TopLogprobs:
     """Return the ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities.
 
-    Which of those that are equally likely depends on their row and the count alone: torch looks for them row by row.
+    Of those that are equally likely the lower ids come first, and stay.
     """
     scores = log_softmax(logits, temperatures)
-    best = scores.topk(min(count, scores.shape[1]), dim=1)
+    best = _largest(scores, min(count, scores.shape[1]))
     own = scores.gather(1, tokens[:, None])[:, 0]
-    on_host = (part.tolist() for part in (best.indices, best.values, tokens, own))
+    on_host = (part.tolist() for part in (best, scores.gather(1, best), tokens, own))
     rows: TopLogprobs = []
     for ids, values, token, score in zip(*on_host, strict=True):
         entry = dict(zip(ids, values, strict=True))
         entry.setdefault(token, score)
         rows.append(entry)
     return rows
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the places of the largest of each row, ``[R, count]``: they lie in the parts with the largest peaks, or
+    behind the last whole part. (`torch.topk` of whole rows copies them, on the CPU, and says nothing about ties.)"""
+    vocab = scores.shape[1]
+    parts = vocab // _PART
+    ids = torch.arange(vocab, device=scores.device)
+    peaks = scores[:, : parts * _PART].unflatten(1, (parts, _PART)).amax(2)
+    best = _order(peaks, ids[:parts]).topk(min(count, parts), dim=1).indices
+    inside = (best[:, :, None] * _PART + ids[:_PART]).flatten(1)
+    left = torch.cat([inside, ids[parts * _PART :].expand(len(scores), -1)], dim=1)
+    return left.gather(1, _order(scores.gather(1, left), left).topk(count, dim=1).indices)
+
+
+def _order(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers in the order of the scores, and of ties from the higher id to the lower; no two are equal.
+
+    The bits of a float32, of which those of a negative one are turned round, are in its order.
+    """
+    bits = scores.view(torch.int32)
+    return ((bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32) - ids
 
 
 def _by_count(sequences: list[Sequence]) -> dict[int, list[int]]:

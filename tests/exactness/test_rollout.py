@@ -15,6 +15,7 @@ from samebit.kernels.ops.logprobs import log_softmax
 from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.runner import sampler
+from samebit.rollout.runner.sampler import most_likely
 
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, reported, run, tokens_of
@@ -94,6 +95,22 @@ def test_processing_the_choice_leaves_the_report_alone() -> None:
     outputs, _ = run(model, PROMPTS, params)
     assert_matches_trainer(model, outputs, params)
     assert outputs[4].samples[0].token_ids == [7] * 12
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 300, 1009])
+def test_the_likeliest_tokens_are_in_order_and_ties_in_that_of_their_ids(vocab: int) -> None:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(6, vocab)).round()
+    logits[5, 1:] = float("-inf")
+    temperatures, own = torch.full((6,), 0.7), torch.full((6,), vocab - 1)
+    scores = log_softmax(logits, temperatures)
+    order = scores.sort(dim=1, descending=True, stable=True)
+    for count in (1, 2, 5, 50, 1009):
+        found = most_likely(logits, own, temperatures, count)
+        for row, entry in enumerate(found):
+            expected = dict(zip(order.indices[row, :count].tolist(), order.values[row, :count].tolist(), strict=True))
+            expected.setdefault(vocab - 1, float(scores[row, vocab - 1]))
+            assert list(entry.items()) == list(expected.items())
 
 
 def test_parameters_at_the_ends_of_float32_choose_and_leave_the_report_alone() -> None:
