@@ -108,8 +108,8 @@ class SamplingParams:
 
     @cached_property
     def filters(self) -> bool:
-        """Return whether top-k, top-p or min-p rule tokens out."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        """Return whether top-k, top-p or min-p rule tokens out: none that a greedy choice could be."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @cached_property
     def changes_logits(self) -> bool:

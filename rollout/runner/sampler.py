@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-* Processing (penalties, biases, filters) works on a copy of a row and changes the choice only.
+* Processing (penalties, biases, filters) changes the choice only: rows are put back before anything else is read of
+  them.
 * Where several samples draw from one row, there are at most `max_rows` rows of copies at a time.
 * At temperature 0 the choice is greedy and the report is at temperature 1.
 * What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (A
@@ -89,6 +90,17 @@ class Draws:
             finite=np.isfinite(logprobs) & np.isfinite(raw),
             top_logprobs=self.top,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Holds rows of the logits as they are before they are processed; `at`: which, on their device."""
+
+    at: torch.Tensor
+    logits: torch.Tensor
+
+    def put_back(self, logits: torch.Tensor) -> None:
+        logits.index_copy_(0, self.at, self.logits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,28 +199,40 @@ class Sampler:
         self, logits: torch.Tensor, streams: _Streams, positions: Positions, inputs: DrawInputs
     ) -> tuple[torch.Tensor, torch.Tensor, TopLogprobs | None]:
         """Draw one token for each of the rows ``[R, V]``; return what `Draws` holds."""
-        temperatures = inputs.temperatures
-        report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
-        plain = self._report is logprobs_of_rows and not streams.processed
-        sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if plain else None
-        if sampled is None:
-            sampled = self._sample(logits, streams, positions, inputs, report_at)
-        tokens, found = sampled
+        report_at = inputs.temperatures
+        if streams.greedy:
+            report_at = torch.where(report_at == 0, 1.0, report_at)
+        kept = _process(logits, streams, positions)
+        tokens, found = self._sample(logits, inputs, report_at, streams.scaled, kept)
         top = _top_logprobs(logits, tokens, found[1], report_at, streams.likely) if streams.likely else None
         return tokens, found, top
 
     def _sample(
-        self, logits: torch.Tensor, streams: _Streams, positions: Positions, inputs: DrawInputs, report_at: torch.Tensor
+        self, logits: torch.Tensor, inputs: DrawInputs, report_at: torch.Tensor, scaled: bool, kept: _Kept | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `kernels.sample`, of logits that may be processed first."""
+        """Do as `kernels.sample`, but report of the logits before they were processed, which are put back."""
         temperatures = inputs.temperatures
-        uniform = kernels.uniforms(inputs.keys, inputs.counters)
-        processed = _processed(logits, streams, positions)
-        chosen = kernels.draw(processed, temperatures, uniform)
-        tokens = chosen.clamp(min=0)
-        scores = self._report(logits, tokens, report_at)
-        at_one = self._report(logits, tokens, torch.ones_like(report_at)) if streams.scaled else scores
-        return tokens, torch.stack([chosen.double(), scores.double(), at_one.double()])
+        exact = self._report is logprobs_of_rows
+        sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if exact else None
+        if sampled is None:
+            chosen = kernels.draw(logits, temperatures, kernels.uniforms(inputs.keys, inputs.counters))
+            tokens = chosen.clamp(min=0)
+            if kept is not None:
+                kept.put_back(logits)
+            return tokens, torch.cat([chosen.double()[None], self._scores(logits, tokens, report_at, scaled)])
+        tokens, found = sampled
+        if kept is not None:
+            kept.put_back(logits)
+            found[1:, kept.at] = self._scores(kept.logits, tokens[kept.at], report_at[kept.at], scaled)
+        return tokens, found
+
+    def _scores(
+        self, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, scaled: bool
+    ) -> torch.Tensor:
+        """Return the tokens' log-probabilities, and those at temperature 1, ``[2, R]`` float64."""
+        scores = self._report(logits, tokens, temperatures)
+        at_one = self._report(logits, tokens, torch.ones_like(temperatures)) if scaled else scores
+        return torch.stack([scores.double(), at_one.double()])
 
 
 def _to_process(sequences: list[Sequence]) -> list[int]:
@@ -287,21 +311,25 @@ def _top_logprobs(
     return result
 
 
-def _processed(logits: torch.Tensor, streams: _Streams, positions: Positions) -> torch.Tensor:
-    """Return ``logits`` itself when no row wants processing now, else a copy with those rows processed that do."""
-    copy = None
-    filtered: list[int] = []
+def _process(logits: torch.Tensor, streams: _Streams, positions: Positions) -> _Kept | None:
+    """Process in place the rows that want it now; return them as they were."""
+    rows: dict[int, bool] = {}
     for row in streams.processed:
         sequence = streams.sequences[row]
         may_end = bool(positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens)
         if sequence.params.changes_logits or not may_end:
-            copy = logits.clone() if copy is None else copy
-            _process(copy[row], sequence, streams.seen.get(sequence), may_end)
-            if sequence.params.temperature > 0 and sequence.params.filters:
-                filtered.append(row)
-    if copy is not None and filtered:
-        kernels.keep_likely(copy, _filters(filtered, streams.sequences, copy.shape[1]))
-    return logits if copy is None else copy
+            rows[row] = may_end
+    if not rows:
+        return None
+    at = indices(np.array(list(rows), np.int64), logits.device)
+    kept = _Kept(at, logits.index_select(0, at))
+    for row, may_end in rows.items():
+        sequence = streams.sequences[row]
+        _process_row(logits[row], sequence, streams.seen.get(sequence), may_end)
+    filtered = [row for row in rows if streams.sequences[row].params.filters]
+    if filtered:
+        kernels.keep_likely(logits, _filters(filtered, streams.sequences, logits.shape[1]))
+    return kept
 
 
 def _filters(rows: list[int], sequences: list[Sequence], vocab: int) -> Filters:
@@ -316,7 +344,7 @@ def _filters(rows: list[int], sequences: list[Sequence], vocab: int) -> Filters:
     )
 
 
-def _process(row: torch.Tensor, sequence: Sequence, seen: SeenTokens | None, may_end: bool) -> None:
+def _process_row(row: torch.Tensor, sequence: Sequence, seen: SeenTokens | None, may_end: bool) -> None:
     """Apply bias, penalties and forbidden ends; the filters follow, for all rows at once: the order of vLLM.
 
     What a penalty or a bias drives beyond float32 stays at its end, so that a choice is left.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samebit.kernels.ops import sampling
-from samebit.kernels.ops.logprobs import log_softmax
+from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
 from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.runner import sampler
@@ -111,6 +111,46 @@ def test_the_likeliest_tokens_are_in_order_and_ties_in_that_of_their_ids(vocab: 
             expected = dict(zip(order.indices[row, :count].tolist(), order.values[row, :count].tolist(), strict=True))
             expected.setdefault(vocab - 1, float(scores[row, vocab - 1]))
             assert list(entry.items()) == list(expected.items())
+
+
+def test_one_call_draws_for_all_whatever_some_of_them_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those whose logits are processed in this step are scored apart; ends that are allowed by now change none."""
+    rows: list[int] = []
+
+    def spied(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        rows.append(len(logits))
+        return logprobs_of_rows(logits, tokens, temperatures)
+
+    monkeypatch.setattr(sampler, "logprobs_of_rows", spied)
+    monkeypatch.setattr(sampling, "draw", None)
+    options = [{"top_k": 5}, {"min_tokens": 2, "stop_token_ids": [7]}, {"top_k": 5, "temperature": 0.0}, {}, {}, {}, {}]
+    params = [SamplingParams(seed=3, max_tokens=4, ignore_eos=True, **each) for each in options]
+    outputs, _ = run(bound_model("Llama"), PROMPTS, params, async_scheduling=False)
+    assert rows == [2, 2, 1, 1]
+    assert_matches_trainer(bound_model("Llama"), outputs, params)
+
+
+def test_the_one_call_and_its_parts_choose_and_report_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts are what a GPU has."""
+    options = [
+        {"top_p": 0.7, "temperature": 0.7, "logprobs": 2},
+        {"min_tokens": 3, "stop_token_ids": list(range(7, 900)), "logprobs": 0},
+        {"repetition_penalty": 1.7, "n": 3},
+        {"logit_bias": {7: 6.0}, "temperature": 0.0, "presence_penalty": 1.0},
+        {"min_p": 0.1, "temperature": 1.3},
+        {"n": 2, "temperature": 0.7},
+        {"temperature": 0.0},
+    ]
+    params = [SamplingParams(seed=3, max_tokens=8, **each) for each in options]
+    model = bound_model("Llama")
+    at_once, _ = run(model, PROMPTS, params)
+    monkeypatch.setattr(sampling, "sample", lambda *_: None)
+    in_parts, _ = run(model, PROMPTS, params)
+    assert_same_samples(in_parts, at_once)
+    assert_same_bits(reported(in_parts, "raw_logprobs"), reported(at_once, "raw_logprobs"))
+    tops = [[sample.top_logprobs for out in outputs for sample in out.samples] for outputs in (in_parts, at_once)]
+    assert tops[0] == tops[1]
+    assert_matches_trainer(model, at_once, params)
 
 
 def test_parameters_at_the_ends_of_float32_choose_and_leave_the_report_alone() -> None:
