@@ -53,9 +53,11 @@ class Deliveries:
             delivery.finish(request.error)
 
     def notify_streams(self) -> None:
-        """Let those who stream look for the tokens of a step."""
+        """Let those who stream look for the tokens of a step. Before its first token a request has nothing for them: its
+        end is told by `finish`."""
         for delivery in tuple(self._streams):
-            delivery.notify()
+            if delivery.request.progress.answered:
+                delivery.notify()
 
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
         """End every delivery with an error of its own."""

@@ -156,6 +156,25 @@ def test_a_stream_gives_every_token_once_and_in_order(make_worker: MakeWorker, o
     assert again == got[0], "a second reading starts at the first token"
 
 
+def test_a_step_wakes_no_stream_of_a_request_that_has_no_token(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, runner = make_worker(max_num_seqs=1)
+    runner.gate = StepGate()
+    running, waiting = (worker.submit([1, last], FEW) for last in (2, 3))
+    tokens: list[int] = []
+    thread = threading.Thread(target=lambda: tokens.extend(i for chunk in waiting for i in chunk.token_ids))
+    thread.start()
+    wait_until(lambda: waiting._delivery._waiting)
+    [asleep] = waiting._delivery._waiting
+    for count in range(1, 5):
+        runner.gate.release()
+        wait_until(lambda count=count: len(running._delivery.request.sequences[0].output_ids) == count)
+    runner.gate.wait_for_a_step()
+    assert list(waiting._delivery._waiting) == [asleep]
+    runner.gate.release(100)
+    thread.join()
+    assert tokens == oracle([1, 3], 0, 5)
+
+
 def test_cancel_gives_what_there_is(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker()
     runner.gate = StepGate()
