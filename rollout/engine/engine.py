@@ -30,7 +30,14 @@ from samebit.rollout.cache import Cache
 from samebit.rollout.engine.counters import EngineCounters
 from samebit.rollout.engine.failures import never_settled, not_decoded, not_finite, nothing_drawn
 from samebit.rollout.engine.scheduler import Scheduler
-from samebit.rollout.engine.step_plan import Runner, ScheduledSequence, StepInFlight, StepPlan, StepResult
+from samebit.rollout.engine.step_plan import (
+    Runner,
+    ScheduledSequence,
+    StepInFlight,
+    StepPlan,
+    StepResult,
+    most_scored,
+)
 from samebit.rollout.errors import TokenizerError
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.requests.stopping import end_of_sample
@@ -100,7 +107,7 @@ class Engine:
         self.watch = WeightWatch() if watch is None else watch
         self.run_ahead = run_ahead
         self.cache = cache
-        self.scheduler = Scheduler(cache, max_num_batched_tokens)
+        self.scheduler = Scheduler(cache, max_num_batched_tokens, most_scored(runner.vocab_size))
         self.requests: dict[str, Request] = {}
         self.counters = EngineCounters()
         self.weight_version = 0

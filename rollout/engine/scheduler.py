@@ -10,7 +10,9 @@ Invariants
 * A preempted sequence keeps its tokens, loses its blocks, and waits again in order of arrival.
 * Every running sequence that is decoding is in every plan; prefills take what is left of the budget, each as
   much as it can. So at most one of them is unfinished after a step, beside those whose chunk ended at the end of a
-  prompt that is held again.
+  prompt that is held again, and those that wait for their turn to be scored.
+* A step scores at most `max_scored` prompt tokens, whose logits have to be in memory: first come first served, and
+  prompts that are not scored pass by.
 * With prefix caching, one sample of a request computes the prompt, and the others wait behind it
   (`siblings`) until they take their first token from the same logits. The prompt is held for those that find no
   seat; it is given up before anybody is preempted, and only if no sample that has it runs.
@@ -34,9 +36,10 @@ from samebit.rollout.requests.request import Request, Sequence
 class Scheduler:
     """Decides which sequences run, and what the next step computes of each."""
 
-    def __init__(self, cache: Cache, max_num_batched_tokens: int) -> None:
+    def __init__(self, cache: Cache, max_num_batched_tokens: int, max_scored: int) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_scored = max_scored
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue()
         self.num_unfinished = 0
@@ -252,8 +255,19 @@ class Scheduler:
         """Plan as much of a prefill as the budget allows, wherever that ends; return the number of tokens planned."""
         start, total = sequence.num_computed, sequence.num_tokens
         length = self.cache.chunk_end(sequence, min(total, start + budget)) - start
+        if sequence.prompt_logprobs_wanted:
+            length = self._scored_length(plan, sequence, length)
+        if not length:
+            return 0
         ends = start + length == total
         plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.schedule.siblings else ())
+        return length
+
+    def _scored_length(self, plan: StepPlan, sequence: Sequence, length: int) -> int:
+        """Return how much of a chunk of this length is planned, where the step has to score it; count what is."""
+        to_score, room = sequence.num_prompt_tokens - 1 - sequence.num_computed, self.max_scored - plan.num_scored
+        length = min(length, room) if room < to_score else length
+        plan.num_scored += min(length, to_score)
         return length
 
     def _forks(self, sequence: Sequence) -> tuple[Sequence, ...]:

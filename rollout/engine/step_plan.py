@@ -16,6 +16,14 @@ import numpy.typing as npt
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointMoves
 from samebit.rollout.requests.request import Sequence
 
+SCORED_BYTES = 128 << 20
+"""The float32 logits of all prompt tokens that a step scores take at most this many bytes; but one is always scored."""
+
+
+def most_scored(vocab_size: int) -> int:
+    """Return how many prompt tokens a step scores at most."""
+    return max(1, SCORED_BYTES // (4 * vocab_size))
+
 
 @dataclass(slots=True)
 class ScheduledSequence:
@@ -40,6 +48,7 @@ class StepPlan:
 
     copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
     moves: what happens to recurrent states before anything is computed.
+    num_scored: the prompt tokens among these that are scored: rows of logits beside those that are sampled from.
     sources: of a step that is launched behind another, before that one's tokens are known: each item computes one
         token, and this is the row of the other's draws that it is. None where all tokens are known.
     """
@@ -47,6 +56,7 @@ class StepPlan:
     items: list[ScheduledSequence] = field(default_factory=list)
     sources: list[int] | None = None
     num_tokens: int = 0
+    num_scored: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     moves: CheckpointMoves = field(default_factory=CheckpointMoves)
 

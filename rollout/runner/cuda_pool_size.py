@@ -7,8 +7,10 @@ import gc
 import torch
 from torch import nn
 
+from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.ops.logprobs import log_softmax
+from samebit.rollout.engine.step_plan import most_scored
 from samebit.rollout.runner.logits import logits_of
 
 
@@ -19,7 +21,7 @@ def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequence
         model: bound, on the device.
         share: of the whole device's memory, all its users taken together.
         num_tokens: of the largest step, which is computed once to see what it needs.
-        num_sequences: of which tokens are drawn in it.
+        num_sequences: of which tokens are drawn in it, beside as many prompt tokens as a step scores.
         other_bytes: of what is allocated beside the pages: states of recurrent layers, the logits of graphs.
     """
     device = next(model.parameters()).device
@@ -43,8 +45,12 @@ def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int, device: t
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     context = training_context((1, num_tokens), None, None, device)
-    rows = torch.arange(min(num_tokens, num_sequences), device=device)
+    most_rows = num_sequences + most_scored(binding_of(model).vocab_size)
+    rows = torch.arange(min(num_tokens, most_rows), device=device)
+    ones = torch.ones(len(rows), dtype=torch.float32, device=device)
     logits = logits_of(model, torch.zeros(num_tokens, dtype=torch.int64, device=device), rows, context)
-    copies = logits[torch.arange(len(rows), device=device)]  # as where several samples draw from one row
-    log_softmax(copies, torch.ones(len(rows), dtype=torch.float32, device=device))
+    copies = logits[rows[:num_sequences]]  # as where several samples draw from one row
+    log_softmax(copies, ones[:num_sequences])
+    del copies
+    log_softmax(logits, ones)  # as where the likely tokens of prompts are asked for
     return torch.cuda.max_memory_allocated(device) - before

@@ -14,6 +14,7 @@ from samebit.kernels.ops import sampling
 from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
 from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.engine import step_plan
 from samebit.rollout.runner import sampler
 from samebit.rollout.runner.sampler import most_likely
 
@@ -78,6 +79,21 @@ def test_prompt_logprobs(layout: str) -> None:
     with torch.no_grad():
         expected = LAYOUTS[layout](model, PROMPTS)
     assert_same_bits([torch.tensor(out.prompt_logprobs[1:], dtype=torch.float32) for out in outputs], expected)
+
+
+def test_prompts_whose_logits_are_made_in_parts_have_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bound_model("Qwen3")
+    params = [SamplingParams(max_tokens=1, prompt_logprobs=2, seed=1)] * len(PROMPTS)
+    whole, _ = run(model, PROMPTS, params)
+    monkeypatch.setattr(step_plan, "SCORED_BYTES", 9 * 4 * VOCAB)
+    rows: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda head, given, out: rows.append(out.shape[-2]))
+    parts, _ = run(model, PROMPTS, params)
+    hook.remove()
+    assert max(rows) <= 9 + len(PROMPTS)
+    for one, other in zip(parts, whole, strict=True):
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert one.prompt_top_logprobs == other.prompt_top_logprobs
 
 
 def test_processing_the_choice_leaves_the_report_alone() -> None:

@@ -101,6 +101,7 @@ class FakeRunner:
         self.salt = 0
         self.current_version = lambda: 0
         self.budget = lambda: 0
+        self.most_scored = lambda: 0
         self.entered = threading.Event()
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
@@ -163,6 +164,7 @@ class FakeRunner:
                 assert sample.token_ids[: sample.num_tokens].tolist() == known[: sample.num_tokens]
                 tokens.append(fake_token(known, sample.sample_index, self.salt))
                 finite.append(sequence.request.request_id not in self.nan_ids)
+        assert plan.num_scored == sum(len(score.logprobs) for score in scores) <= self.most_scored()
         ids = np.array(tokens, np.int64)
         return StepResult(
             ids,
@@ -238,6 +240,7 @@ def build_engine(
     engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens, run_ahead=run_ahead, watch=watch)
     engine.runner.current_version = lambda: engine.weight_version
     engine.runner.budget = lambda: engine.scheduler.max_num_batched_tokens
+    engine.runner.most_scored = lambda: engine.scheduler.max_scored
     return engine
 
 

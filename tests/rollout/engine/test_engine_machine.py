@@ -50,6 +50,7 @@ def run_machine(
             spare=st.integers(0, 12),
             max_num_seqs=st.integers(1, 5),
             budget=st.integers(5, 20),
+            max_scored=st.sampled_from([1, 3, 1000]),
             prefix_caching=st.sampled_from([True, True, True, False]),
             policy=st.sampled_from(["lru", "ref_zero"]),
             run_ahead=st.booleans(),
@@ -63,6 +64,7 @@ def run_machine(
             spare: int,
             max_num_seqs: int,
             budget: int,
+            max_scored: int,
             prefix_caching: bool,
             policy: str,
             run_ahead: bool,
@@ -82,6 +84,7 @@ def run_machine(
                 num_held=held,
                 run_ahead=run_ahead,
             )
+            self.engine.scheduler.max_scored = max_scored
             self.added: dict[str, Request] = {}
             self.ended: list[str] = []
             self.aborted: set[str] = set()

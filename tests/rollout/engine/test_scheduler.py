@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from samebit.rollout.engine.engine import Engine
+from samebit.rollout.engine.step_plan import most_scored
+from samebit.rollout.outputs import request_output
 from samebit.rollout.requests.request import Request
 
 from ..cache.cache_integrity import check_cache
@@ -42,6 +44,32 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_sampled_once(
     assert [engine.step() for _ in range(3)] == [[], [], [request]]
     assert [plan[0][2:] for plan in engine.runner.plans] == [(0, 8), (8, 8), (16, 5)]
     assert request.sequences[0].output_ids.tolist() == oracle(prompt, 0, 1)
+
+
+def test_a_step_scores_no_more_prompt_tokens_than_it_may_and_other_prompts_pass_by(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    engine = make_engine()
+    engine.scheduler.max_scored = 5
+    scored = [list(range(12)), [20, 21, 22, 23]]
+    for name, prompt in zip("ab", scored, strict=True):
+        engine.add(make_request(name, prompt, max_tokens=1, prompt_logprobs=0))
+    engine.add(make_request("c", [3] * 7, max_tokens=2))
+    ended: list[Request] = []
+    while engine.has_work:
+        ended += engine.step()
+    assert engine.runner.plans == [
+        [("a", 0, 0, 5), ("c", 0, 0, 7)],
+        [("c", 0, 7, 1), ("a", 0, 5, 5)],
+        [("a", 0, 10, 2), ("b", 0, 0, 4)],
+    ]
+    found = {request.request_id: request_output(request, None).prompt_logprobs for request in ended}
+    assert [found["a"], found["b"]] == [[None, *(-float(token) for token in prompt[1:])] for prompt in scored]
+
+
+@pytest.mark.parametrize(("vocab_size", "count"), [(151_936, 220), (1 << 30, 1)])
+def test_the_logits_of_the_prompt_tokens_of_a_step_have_a_limit(vocab_size: int, count: int) -> None:
+    assert most_scored(vocab_size) == count
 
 
 def test_the_last_admitted_is_preempted_and_goes_to_the_head_of_the_queue(

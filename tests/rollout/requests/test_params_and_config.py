@@ -13,13 +13,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from samebit.kernels import bind
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.engine import step_plan
 from samebit.rollout.errors import RequestError
 from samebit.rollout.memory.pool_sizes import count_blocks, count_checkpoints
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.runner import cuda_pool_size
 from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes, left_for_pages
 from samebit.rollout.sampling_params import SamplingParams
+
+from ..tiny_llama import smallest
 
 NAN = float("nan")
 
@@ -285,6 +289,19 @@ def test_a_share_is_measured_without_what_nobody_holds(monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda_pool_size, "_step_bytes", lambda *_: 0)
     del dropped
     assert kv_cache_bytes(nn.Linear(1, 1), 0.5, 1, 1, 0) == 20
+
+
+def test_the_largest_step_scores_as_many_prompt_tokens_as_a_step_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the rows of the sequences; it is computed on the CPU here, where no memory is counted."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(step_plan, "SCORED_BYTES", 5 * 4 * 50)
+    model, rows = bind(smallest()), []
+    model.lm_head.register_forward_hook(lambda head, given, out: rows.append(out.shape[-2]))
+    for num_tokens in (20, 6):
+        assert cuda_pool_size._step_bytes(model, num_tokens, 3, torch.device("cpu")) == 7
+    assert rows == [3 + 5, 6]
 
 
 def test_the_size_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
