@@ -64,10 +64,13 @@ class StepGraphs:
         return graph if arrays.fits(graph.places) else None
 
     def record_decodes(self, model: nn.Module, arrays: StepArrays, context: ForwardContext) -> None:
-        """Record the graphs of decodes of every size; ``arrays`` and ``context`` are those of some step."""
+        """Record the graphs of decodes of every size; ``arrays`` and ``context`` are those of some step.
+
+        The largest comes first: the others find room in the memory that it took.
+        """
         if _has_adapters(context) or not self._stays_as_recorded(model):
             return
-        for count in sorted({min(size, self.max_sequences) for size in SIZES}):
+        for count in sorted({min(size, self.max_sequences) for size in SIZES}, reverse=True):
             size = Size(count, count)
             if size not in self._graphs:
                 self._graphs[size] = self._recorded(model, arrays.room(size, context.block_size), context)

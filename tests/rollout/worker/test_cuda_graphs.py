@@ -50,7 +50,8 @@ def test_whatever_a_replay_would_not_compute_is_noticed() -> None:
 
 
 def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a worker starts, and not while it serves; the largest is of as many sequences as it runs."""
+    """As a worker starts, and not while it serves. The first is of as many sequences as it runs: the others, which are
+    smaller, find room in the memory that it took."""
     sizes = []
     monkeypatch.setattr(StepGraphs, "_recorded", lambda self, model, room, context: sizes.append(room))
     arrays: Any = SimpleNamespace(room=lambda size, block_size: (size.rows, size.sequences))
@@ -58,4 +59,4 @@ def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytes
     graphs, model = StepGraphs(torch.device("cpu"), max_rows=512, max_sequences=40), nn.Linear(1, 1)
     for _ in range(2):
         graphs.record_decodes(model, arrays, context)
-    assert sizes == [(size, size) for size in (1, 2, 4, 8, 16, 24, 32, 40)]
+    assert sizes == [(size, size) for size in (40, 32, 24, 16, 8, 4, 2, 1)]
