@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import tensor
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -23,12 +24,27 @@ _LAUNCHES = threading.RLock()
 """Is held while a kernel is launched, and compiled and loaded before that."""
 
 
+class LayerTooLargeError(OutOfResources, ValueError):  # type: ignore[misc]  # Triton has no types
+    """Says that a GPU does not hold the tile of a layer, and in what it lacks room."""
+
+    def __str__(self) -> str:
+        return (
+            f"this GPU does not hold a layer of these sizes and dtype: it takes {self.required} of {self.name}, "
+            f"allowed: {self.limit}"
+        )
+
+
 class _Kernel(JITFunction[Any]):  # type: ignore[misc]  # Triton has no types
-    """Launches from one thread at a time: Triton would let a second one launch a kernel that is not loaded yet."""
+    """Launches from one thread at a time: Triton would let a second one launch a kernel that is not loaded yet. Refuses
+    a layer whose tile the GPU does not hold."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         with _LAUNCHES:
-            return super().run(*args, grid=grid, warmup=warmup, **options)
+            try:
+                return super().run(*args, grid=grid, warmup=warmup, **options)
+            except OutOfResources as error:
+                what = f"{error.name} for a program of {self.fn.__name__}"
+                raise LayerTooLargeError(error.required, error.limit, what) from None
 
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -2,7 +2,7 @@
 
 Invariants (the row rule and the grid rule):
 
-* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, in order: through
+* A query row walks its keys in tiles (`keys_of_forward`) anchored at position 0 of its own sequence, in order: through
   one online-softmax accumulator for each split of `KV_SPLIT` tokens, and one that those are merged into (`splits`). A
   tile in which it sees nothing leaves the accumulator as it is.
 * Some heads of some tokens are the rows of one tile product; so are rows of several sequences that compute one token
@@ -25,13 +25,20 @@ from triton.language import tensor
 
 from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
-from samebit.kernels.triton.latent.rows import ROWS, WARPS, heads_together, load_rows, write_pages
+from samebit.kernels.triton.latent.rows import (
+    ROWS,
+    WARPS,
+    heads_together,
+    keys_of_forward,
+    load_rows,
+    padded_sizes,
+    write_pages,
+)
 from samebit.kernels.triton.latent.sparse import attend_chosen
 from samebit.kernels.triton.numeric import LOG2E, aligned, dot, jit
 from samebit.kernels.triton.splits import SPLIT, keep, load_kept, merged, room_for_kept, taken_in
-from samebit.kernels.triton.tiles.table import power_of_two
 
 _ITEM = tl.constexpr(ITEM)
 
@@ -65,7 +72,7 @@ def _attend(
 ) -> torch.Tensor:
     """Fill ``out``, but for padding rows, and return the log-sum-exp of the scores of each row and head."""
     tokens, heads, _ = q.shape
-    layout, together = context.on_device, heads_together(heads)
+    layout, together, keys = context.on_device, heads_together(heads), keys_of_forward(q, options)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     items = layout.items(ROWS // together)
     sums, levels = room_for_kept(context, lse, options.rank) if len(items.kept) else (lse, lse)
@@ -74,8 +81,7 @@ def _attend(
             _attend_items[(len(some), ceil_div(heads, together))](
                 q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
                 context.block_size, options.scale * math.log2(math.e), heads, options.rank, options.rope, together,
-                ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)),
-                num_warps=WARPS, num_stages=1,
+                ROWS, keys, *padded_sizes(options), num_warps=WARPS, num_stages=1,
             )  # fmt: skip
     return lse
 

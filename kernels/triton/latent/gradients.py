@@ -17,12 +17,8 @@ from triton.language import tensor
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
-from samebit.kernels.triton.latent.rows import ROWS, heads_together, load_rows
+from samebit.kernels.triton.latent.rows import ROWS, heads_together, keys_of_gradients, load_rows, padded_sizes
 from samebit.kernels.triton.numeric import aligned, dot, jit
-from samebit.kernels.triton.tiles.table import power_of_two
-
-_KEYS = 32
-"""Keys that meet a tile of queries at once."""
 
 _OWN_KEYS = 16
 """Keys whose gradients a program owns: 16 x 512 float32 where latents have 512 elements."""
@@ -48,12 +44,12 @@ def latent_backward(
     )  # fmt: skip
     masks = _masks(chosen[0], int(context.lengths.max(initial=0))) if chosen else lse
     width = masks.shape[1] if chosen else 0
-    padded = power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16))
+    padded = padded_sizes(options)
     queries, keys = layout.tiles(ROWS // together), layout.tiles(_OWN_KEYS)
     if len(queries):
         _of_queries[(len(queries), ceil_div(heads, together))](
-            q, pages, out, lse, grad, grad_q, inward, queries, masks, *where, width, *layer, _KEYS, *padded,
-            bool(chosen), num_warps=_WARPS, num_stages=1,
+            q, pages, out, lse, grad, grad_q, inward, queries, masks, *where, width, *layer,
+            keys_of_gradients(q, options), *padded, bool(chosen), num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
         _of_keys[(len(keys),)](
             q, pages, lse, grad, inward, grad_latents, keys, masks, *where, width, *layer, _OWN_KEYS, *padded,

@@ -10,18 +10,60 @@ import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import KV_CHUNK
+from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.triton.numeric import aligned, clear_if_idle, jit
-from samebit.kernels.triton.tiles.table import power_of_two
+from samebit.kernels.triton.tiles.table import power_of_two, shared_memory
 
 ROWS = 16
 """Rows of a program, tokens times heads: their accumulators are 16 x 512 float32 where latents have 512 elements."""
 
 WARPS = 8
 
+_LEAST_KEYS = 16
+"""Keys that a product of tensor cores takes at least."""
+
 
 def heads_together(heads: int) -> int:
     """Return how many heads a program computes: a power of two, at most `ROWS`."""
     return min(ROWS, power_of_two(heads))
+
+
+def keys_of_forward(q: torch.Tensor, options: LatentOptions) -> int:
+    """Return how many keys the forward takes in at once: in all calls of a layer, also of its sparse form."""
+    return _keys_that_fit(q, options, KV_CHUNK, row_tiles=1)
+
+
+def keys_of_gradients(q: torch.Tensor, options: LatentOptions) -> int:
+    """Return how many keys meet a tile of queries at once, for the gradients of these."""
+    return _keys_that_fit(q, options, KV_CHUNK // 2, row_tiles=2)
+
+
+def _keys_that_fit(x: torch.Tensor, options: LatentOptions, most: int, row_tiles: int) -> int:
+    """Return ``most``, or fewer where a program has no room for more: the tile depends on the layer and on the GPU.
+
+    Shared memory has ``row_tiles`` tiles of rows; beside them latents with their rotated keys, or, of 16 bits, for
+    tensor cores, latents twice, as keys and as values.
+
+    Raises:
+        ValueError: a latent of which there is no room for `_LEAST_KEYS`.
+    """
+    rank, rope = padded_sizes(options)
+    of_key = rank + rope if x.dtype == torch.float32 else 2 * rank
+    room, keys = shared_memory(x.device), most
+    while (needed := (ROWS * (row_tiles * rank + rope) + keys * of_key) * x.itemsize) > room:
+        if keys == _LEAST_KEYS:
+            raise ValueError(
+                f"attention over latents of {options.rank} + {options.rope} elements in {x.dtype} takes {needed} bytes "
+                f"of shared memory; on this GPU a program has {room}; allowed: fewer, or a dtype of 16 bits"
+            )
+        keys //= 2
+    return keys
+
+
+def padded_sizes(options: LatentOptions) -> tuple[int, int]:
+    """Return the elements of a latent and of a rotated key in their tiles."""
+    return power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16))
 
 
 def write_pages(

@@ -2,7 +2,7 @@
 
 Invariants:
 
-* A row walks its list in tiles of `KV_CHUNK`, through one online-softmax accumulator for each split of `KV_SPLIT`
+* A row walks its list in tiles (`keys_of_forward`), through one online-softmax accumulator for each split of `KV_SPLIT`
   places, and one that those are merged into (`splits`), in order: as attention to all latents walks tokens.
 * One kernel for decode, prefill and training, also of rows for which all tokens are chosen.
 
@@ -16,12 +16,11 @@ import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import LatentOptions
-from samebit.kernels.triton.latent.rows import ROWS, WARPS, heads_together, load_rows
+from samebit.kernels.triton.latent.rows import ROWS, WARPS, heads_together, keys_of_forward, load_rows, padded_sizes
 from samebit.kernels.triton.numeric import LOG2E, dot, jit
 from samebit.kernels.triton.splits import SPLIT, merged, taken_in
-from samebit.kernels.triton.tiles.table import power_of_two
 
 
 def attend_chosen(
@@ -30,14 +29,13 @@ def attend_chosen(
 ) -> torch.Tensor:  # fmt: skip
     """Fill ``out``, but for padding rows, and return the log-sum-exp of the scores of each row and head."""
     tokens, heads, _ = q.shape
-    layout, together = context.on_device, heads_together(heads)
+    layout, together, keys = context.on_device, heads_together(heads), keys_of_forward(q, options)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if tokens:
         _attend_chosen[(tokens, ceil_div(heads, together))](
             q, pages, chosen, layout.sequences, layout.within, layout.starts, layout.tables, out, lse,
             layout.tables.shape[1], context.block_size, chosen.shape[1], options.scale * math.log2(math.e), heads,
-            options.rank, options.rope, together, ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)),
-            power_of_two(max(options.rope, 16)), num_warps=WARPS, num_stages=1,
+            options.rank, options.rope, together, ROWS, keys, *padded_sizes(options), num_warps=WARPS, num_stages=1,
         )  # fmt: skip
     return lse
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from triton.runtime import driver
 
 from samebit.kernels.triton.tiles.file import (
     DEFAULT,
@@ -30,6 +31,9 @@ _ROW_ELEMENTS = 2048
 ELEMENTS = 1024
 """Count of elements that a program of an elementwise kernel takes."""
 
+_MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a program may have on an H100."""
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -45,6 +49,14 @@ def family_name(device: torch.device) -> str:
         return DEFAULT
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may have on this device; the interpreter knows no limit."""
+    if device.type != "cuda":
+        return _MOST_SHARED
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Compile the Triton kernels for an H100 on a machine without one. Run by test_compile.py, in a process of its own.
+"""Compile the Triton kernels on a machine without a GPU, for an H100 and others. Run by test_compile.py, in a process
+of its own.
 
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -67,6 +69,7 @@ from samebit.kernels.triton.attention import Places
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.heads import turn_and_write, turned_each
+from samebit.kernels.triton.latent import rows as latent_rows
 from samebit.kernels.triton.layers.gated import multiply_both
 from samebit.kernels.triton.matmul import multiply, multiply_layers
 from samebit.kernels.triton.norm import added
@@ -78,14 +81,34 @@ from samebit.kernels.triton.vocabulary import sampling
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 
 
-class H100:
+@dataclass(frozen=True)
+class Card:
+    """A GPU that there is not. `room`: bytes of shared memory that a program may have."""
+
+    capability: int
+    room: int
+
+
+CARDS = {
+    "sm_80": Card(80, 163 * 1024),
+    "sm_89": Card(89, 99 * 1024),
+    "sm_90": Card(90, 227 * 1024),
+    "sm_100": Card(90, 227 * 1024),  # compiled as for an H100
+    "default": Card(86, 99 * 1024),
+}
+"""One for each section of the file of tiles."""
+
+
+class Driver:
     """What Triton asks a driver for before it compiles."""
 
+    card = CARDS["sm_90"]
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.card.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.card.capability  # each has compiled kernels of its own
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -103,12 +126,15 @@ launch = JITFunction.run
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
     if id(kernel) not in compiled:
-        code = dumped(kernel.asm["cubin"], "-sass")
+        hopper = Driver.card.capability == 90
+        code = dumped(kernel.asm["cubin"], "-sass") if hopper else ""
         compiled[id(kernel)] = {
             "name": self.fn.__name__,
+            "card": Driver.card.capability,
             "shared": kernel.metadata.shared,
+            "room": Driver.card.room,
             "stack": stack_of(kernel.asm["cubin"]),
-            "loop": longest_loop(code) if self.fn.__name__ in LOOPS else None,
+            "loop": longest_loop(code) if hopper and self.fn.__name__ in LOOPS else None,
             "never written": never_written(code),
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
@@ -203,7 +229,6 @@ def rowwise() -> None:
 
 
 def attentions() -> None:
-    take_tiles_of("sm_90")
     context = training_context((1, 70), None, None)
     for heads, kv_heads, size, window, softcap, sunk in (
         (16, 8, 128, 0, 0.0, False), (6, 2, 50, 65, 2.0, False), (8, 2, 256, 0, 0.0, False), (64, 8, 64, 128, 0.0, True)
@@ -240,7 +265,6 @@ def latents() -> None:
         (torch.bfloat16, 128, 512, 64, 128, 128), (torch.bfloat16, 20, 512, 64, 192, 256),
         (torch.float32, 8, 128, 32, 64, 64),
     )  # fmt: skip
-    take_tiles_of("sm_90")
     for dtype, heads, rank, rope, nope, value in few + more if CAMPAIGN else few:
         context, options = training_context((1, 70), None, None), LatentOptions(0, 1.0, rank, rope)
         shapes = (70, heads, rank + rope), (70, rank + rope)
@@ -264,7 +288,6 @@ def sparse() -> None:
     """Of DeepSeek-V3.2, index and attention. Under `make soak` sizes that fill no tile, in float32."""
     few = ((torch.bfloat16, 128, 512, 64, 64, 128, 20),)
     more = ((torch.float32, 5, 33, 7, 3, 7, 5),)
-    take_tiles_of("sm_90")
     for dtype, heads, rank, rope, index_heads, size, top_k in few + more if CAMPAIGN else few:
         context, index = training_context((1, 70), None, None), IndexOptions(1, index_heads, size, 1.0, top_k)
         options = LatentOptions(0, 1.0, rank, rope)
@@ -404,7 +427,9 @@ def configurations() -> None:
 
 
 def take_tiles_of(name: str) -> None:
-    """Compile with the tiles of this section of the file from now on."""
+    """Compile with the tiles of this section of the file, for its GPU, from now on."""
+    Driver.card = CARDS[name]
+    latent_rows.shared_memory = lambda device: Driver.card.room
     tiles.family_name = lambda device: name
     tiles.family.cache_clear()
     tiles.attention_tiles.cache_clear()
@@ -423,7 +448,6 @@ def products(entry: MatmulEntry) -> None:
 
 def large_layers() -> None:
     """Of Qwen3-8B, forward and gradients; and depths that are no multiple of a tile's."""
-    take_tiles_of("sm_90")
     for inputs, outputs in ((4096, 4096), (12288, 4096), (200, 512)):
         both_ways(linear, (7, inputs), (outputs, inputs))
     both_ways(lambda gate, up: gated("silu", gate, up), (7, 12288), (7, 12288))
@@ -434,7 +458,6 @@ def joined_layers() -> None:
 
     Under `make soak` with the biases of Qwen2 too, and layers that fill no tile.
     """
-    take_tiles_of("sm_90")
     few = ((4096, (4096, 1024, 1024), False), (4096, (12288, 12288), False))
     more = ((3584, (3584, 512, 512), True), (200, (129, 77, 1), True))
     for inputs, outputs, biased in few + more if CAMPAIGN else few:
@@ -452,7 +475,6 @@ def gated_layers() -> None:
 
     Under `make soak` with all tiles for an H100, with biases, in float16 and float32; then with another activation.
     """
-    take_tiles_of("sm_90")
     few = ((torch.bfloat16, False),)
     more = ((torch.bfloat16, True), (torch.float16, False), (torch.float32, False))
     for dtype, biased in few + more if CAMPAIGN else few:
@@ -534,7 +556,6 @@ def expert_layer(
     options: ExpertOptions, width: int, inner: int, number: int, top_k: int, dtype: torch.dtype, *, biased: bool = False
 ) -> None:
     """Forward with few rows an expert; forward and gradients with many. Nothing is read or written of the weights."""
-    take_tiles_of("sm_90")
     first = inner if options.form == "plain" else 2 * inner
     up, down = (width, first), (inner, width)
     shapes = [(number, *(size if options.transposed else size[::-1])) for size in (up, down)]
@@ -547,8 +568,16 @@ def expert_layer(
     experts_backward(saved, out, options, (True, True, True, True, biased, biased))
 
 
+def smaller_cards() -> None:
+    """Under `make soak` what does not take its tiles from the file, for an A100 and an RTX 4090."""
+    for name in ("sm_80", "sm_89") if CAMPAIGN else ():
+        take_tiles_of(name)
+        for part in (latents, sparse, mamba, mamba_gradients, delta, delta_gradients):
+            part()
+
+
 if __name__ == "__main__":
-    driver.set_active(H100())
+    driver.set_active(Driver())
     JITFunction.run = compile_only
     device.on_gpu = lambda tensor: True
     tile_proofs.proved_equal = lambda layer, tile, rung: True  # nothing runs
@@ -576,6 +605,7 @@ if __name__ == "__main__":
         routers,
         qwen_experts,
         other_experts,
+        smaller_cards,
     )
     named = sys.argv[1:]
     found: list[dict[str, Any]] = []
@@ -584,6 +614,7 @@ if __name__ == "__main__":
             continue
         if named:
             compiled.clear()  # what it shares with the part before counts for both
+        take_tiles_of("sm_90")
         before = len(compiled)
         part()
         found += [{**kernel, "part": part.__name__} for kernel in list(compiled.values())[before:]]

@@ -1,5 +1,6 @@
 """Every kernel compiles for an H100, with a GPU or without: the interpreter takes what the compiler does not. Under
-`make soak` with every tile configuration in the file.
+`make soak` with every tile configuration in the file, for the GPU that it is for, and fits the shared memory of that;
+so do those whose tiles are not in the file, for an A100 and an RTX 4090.
 
 And there is one of a layer: training, decode, and sequences that share blocks run the same compiled kernel. Those of
 routed experts keep all in registers. Products of large layers read sixteen bytes at once wherever the layer's sizes
@@ -19,9 +20,6 @@ import pytest
 
 from ...campaign import CAMPAIGN
 from .compile_kernels import never_written
-
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have on an H100."""
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
@@ -57,7 +55,7 @@ def test_routers_compile_for_an_h100(few: Few) -> None:
     """So that `make test` knows of a compiler that does not."""
     kernels = few("routers")
     assert kernels
-    assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > SHARED_MEMORY] == []
+    assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > kernel["room"]] == []
 
 
 LOADED = """
@@ -158,8 +156,9 @@ def test_kernels_compile_for_an_h100() -> None:
     assert [kernel["stack"] for kernel in (forward, of_queries, of_keys)] == [0, 0, 0], "of a Qwen3"
     assert [kernel["loop"] <= LOOP for kernel in (forward, of_queries)] == [True, True], (forward, of_queries)
     assert of_keys["loop"] <= 2 * LOOP, "of 128 rows"
-    assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
-    scans = [kernel for kernel in kernels if kernel["name"] in ("_scan_head", "_rule_head", "_walk_back", "_of_chunk")]
+    assert [kernel for kernel in kernels if kernel["shared"] > kernel["room"]] == []
+    names = "_scan_head", "_rule_head", "_walk_back", "_of_chunk"
+    scans = [kernel for kernel in kernels if kernel["card"] == 90 and kernel["name"] in names]
     assert [kernel for kernel in scans if kernel["stack"] > STACK and kernel["part"] != "wide_delta_gradients"] == []
     latents = [kernel for kernel in kernels if kernel["part"] == "latents"]
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == 4, "one of each layer"

@@ -7,8 +7,10 @@ import torch
 from samebit.kernels.layout import attention_work
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import LatentLayout
+from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.ops.latent.attention import latent_attention
 from samebit.kernels.ops.latent.heads import multiply_heads
+from samebit.kernels.triton.latent import rows as latent_rows
 
 from ..helpers import assert_near, leaves
 from ..latent_layer import Shape, oracle, tensors, through_pages
@@ -25,6 +27,14 @@ CASES = (
 )
 
 
+@pytest.fixture(params=[None, 14 * 1024], ids=["", "little shared memory"])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a GPU with as much shared memory as a tile of 16 keys takes, of the first shape."""
+    if request.param is not None:
+        monkeypatch.setattr(latent_rows, "shared_memory", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_every_route_through_the_pages_is_near_the_oracle(shape: Shape, dtype: torch.dtype) -> None:
     parts = tensors(shape, dtype, LENGTHS)
@@ -37,6 +47,7 @@ def test_every_route_through_the_pages_is_near_the_oracle(shape: Shape, dtype: t
     assert torch.equal(*found)
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: torch.dtype) -> None:
     lengths = (1, 18)
@@ -56,6 +67,39 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
         assert y.grad is not None
         assert_near(x.grad[real.to(DEVICE)], y.grad, 8)
         assert not x.grad[~real.to(DEVICE)].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kibibytes", "forward", "gradients"),
+    [
+        (torch.bfloat16, 227, 64, 32), (torch.bfloat16, 163, 64, 32), (torch.bfloat16, 99, 32, 32),
+        (torch.float32, 227, 64, 32), (torch.float32, 163, 32, 32),
+    ],
+)  # fmt: skip
+def test_as_many_keys_meet_a_tile_of_rows_as_the_gpu_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kibibytes: int, forward: int, gradients: int
+) -> None:
+    """Of DeepSeek's sizes; test_compile.py compiles them. The first is of an H100, then an A100, then an RTX 4090."""
+    monkeypatch.setattr(latent_rows, "shared_memory", lambda device: kibibytes * 1024)
+    q, options = torch.empty(0, dtype=dtype), LatentOptions(0, 1.0, 512, 64)
+    assert latent_rows.keys_of_forward(q, options) == forward
+    assert latent_rows.keys_of_gradients(q, options) == gradients
+
+
+def test_a_gpu_that_does_not_hold_a_latent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_rows, "shared_memory", lambda device: 99 * 1024)
+    shape = Shape(1, 1024, 64)
+    q, latents = (x.to(DEVICE) for x in tensors(shape, torch.float32, (1,)))
+    with pytest.raises(
+        ValueError,
+        match=r"attention over latents of 1024 \+ 64 elements in torch.float32 takes 139264 bytes of shared memory; on "
+        r"this GPU a program has 101376; allowed: fewer, or a dtype of 16 bits",
+    ):
+        latent_attention(q, latents, training_context((1, 1), None, None, DEVICE), shape.options)
+    q, options = torch.empty(0, dtype=torch.float32), LatentOptions(0, 1.0, 512, 64)
+    assert latent_rows.keys_of_forward(q, options) == 16
+    with pytest.raises(ValueError, match=r"512 .* 106496 bytes"):  # only a trainer needs these
+        latent_rows.keys_of_gradients(q, options)
 
 
 @pytest.mark.parametrize(("shared", "rows"), [(128, [3]), (640, [3]), (1024, [3, 3])])

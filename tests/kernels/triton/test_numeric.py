@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from samebit.kernels.triton.numeric import _Kernel
@@ -35,3 +36,19 @@ def test_one_thread_at_a_time_launches_and_compiles(monkeypatch: pytest.MonkeyPa
     for thread in threads:
         thread.join()
     assert met == []
+
+
+def test_a_gpu_that_does_not_hold_a_program_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both as Triton's error, which the search for tiles goes on after, and as that of a layer that is too large."""
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool) -> None:
+        raise OutOfResources(232_449, 101_376, "shared memory")
+
+    monkeypatch.setattr(JITFunction, "run", compiled)
+    message = (
+        "this GPU does not hold a layer of these sizes and dtype: it takes 232449 of shared memory for a program of "
+        "_nothing, allowed: 101376"
+    )
+    for kind in (OutOfResources, ValueError):
+        with pytest.raises(kind, match=message):
+            _Kernel(_nothing).run(grid=(1,), warmup=False)
