@@ -33,7 +33,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
 from samebit.kernels.triton.numeric import aligned, dot, jit
-from samebit.kernels.triton.tiles.table import power_of_two
+from samebit.kernels.triton.tiles.table import power_of_two, shared_memory
 
 _PART = 32
 """The most elements of a value that a program takes at once."""
@@ -45,6 +45,9 @@ _WALK_ELEMENTS = 8192
 """The most elements of the state that a walk holds."""
 
 _WALK_WARPS, _CHUNK_WARPS = 8, 16
+
+_ROOM_TO_LOAD_AHEAD = 128 * 1024
+"""Bytes of shared memory that a chunk takes at most where its loads run ahead of its products."""
 
 
 def delta_rule_backward(
@@ -77,9 +80,11 @@ def delta_rule_backward(
     shape = *sizes, SCAN_CHUNK, GRADIENT_CHUNK // SCAN_CHUNK, padded_key, part
     _walk[walks](qkv, pairs, decay, beta, *where, first_tiles, before, wants, *shape, num_warps=_WALK_WARPS)
     _walk_back[walks](grad, pairs, decay, beta, *where, first_tiles, after, of_wants, *shape, num_warps=_WALK_WARPS)
+    stages = 3 if shared_memory(qkv.device) >= _ROOM_TO_LOAD_AHEAD else 1
     _of_chunk[(len(tiles), heads)](
         pairs, decay, beta, grad, *where, tiles, before, after, wants, of_wants, of_pairs, grad_qkv, grad_decay,
         grad_beta, *sizes, GRADIENT_CHUNK, _DEPTH, min(_PART, padded_value), num_warps=_CHUNK_WARPS,
+        num_stages=stages,
     )  # fmt: skip
     _through_norm[(len(tiles), 2 * key_heads)](
         pairs, inverses, of_pairs, grad_qkv, *where, tiles, key_heads, heads, key_dim, qkv.shape[1], GRADIENT_CHUNK,

@@ -68,6 +68,7 @@ from samebit.kernels.triton import heads as head_proofs
 from samebit.kernels.triton.attention import Places
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
+from samebit.kernels.triton.gradients import delta as delta_gradient
 from samebit.kernels.triton.heads import turn_and_write, turned_each
 from samebit.kernels.triton.latent import rows as latent_rows
 from samebit.kernels.triton.layers.gated import multiply_both
@@ -265,7 +266,7 @@ def latents() -> None:
         (torch.bfloat16, 128, 512, 64, 128, 128), (torch.bfloat16, 20, 512, 64, 192, 256),
         (torch.float32, 8, 128, 32, 64, 64),
     )  # fmt: skip
-    for dtype, heads, rank, rope, nope, value in few + more if CAMPAIGN else few:
+    for dtype, heads, rank, rope, nope, value in few + more if every_shape() else few:
         context, options = training_context((1, 70), None, None), LatentOptions(0, 1.0, rank, rope)
         shapes = (70, heads, rank + rope), (70, rank + rope)
         both_ways(lambda q, c, o=options, t=context: latent_attention(q, c, t, o), *shapes, dtype=dtype)
@@ -288,7 +289,7 @@ def sparse() -> None:
     """Of DeepSeek-V3.2, index and attention. Under `make soak` sizes that fill no tile, in float32."""
     few = ((torch.bfloat16, 128, 512, 64, 64, 128, 20),)
     more = ((torch.float32, 5, 33, 7, 3, 7, 5),)
-    for dtype, heads, rank, rope, index_heads, size, top_k in few + more if CAMPAIGN else few:
+    for dtype, heads, rank, rope, index_heads, size, top_k in few + more if every_shape() else few:
         context, index = training_context((1, 70), None, None), IndexOptions(1, index_heads, size, 1.0, top_k)
         options = LatentOptions(0, 1.0, rank, rope)
         parts = (torch.zeros(70, index_heads, size, dtype=dtype), torch.zeros(70, size, dtype=dtype))
@@ -324,7 +325,7 @@ def mamba() -> None:
     more = (
         (torch.float16, 64, 128), (torch.float32, 64, 128), (torch.bfloat16, 128, 64), (torch.float32, 128, 256),
     )  # fmt: skip
-    for dtype, head_dim, size in few + more if CAMPAIGN else few:
+    for dtype, head_dim, size in few + more if every_shape() else few:
         shape = SSMShape(heads=8, head_dim=head_dim, groups=2, state_size=size, taps=4)
         options = SSMOptions(0, 64, shape.groups, size)
         context = ForwardContext(
@@ -346,7 +347,7 @@ def mamba_gradients() -> None:
     context = training_context((1, 70), None, None)
     few = (torch.bfloat16, 8, 64, 2, 128), (torch.float32, 3, 20, 1, 100)
     more = (torch.float32, 8, 64, 2, 128), (torch.bfloat16, 4, 128, 4, 256), (torch.float32, 4, 128, 1, 128)
-    for dtype, heads, head_dim, groups, size in few + more if CAMPAIGN else few:
+    for dtype, heads, head_dim, groups, size in few + more if every_shape() else few:
         width, options = heads * head_dim + 2 * groups * size, SSMOptions(0, 64, groups, size)
         both_ways(
             lambda x, w, b: causal_conv(x, w, b, context, 0), (70, width), (width, 1, 4), (width,),
@@ -372,7 +373,7 @@ def delta() -> None:
     few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
     more = (torch.float16, 4, 8, 128, 128), (torch.float32, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
     kimi = (torch.bfloat16, 8, 8, 128, 128)
-    for dtype, key_heads, heads, key_dim, value_dim in (*few, kimi, *more) if CAMPAIGN else (*few, kimi):
+    for dtype, key_heads, heads, key_dim, value_dim in (*few, kimi, *more) if every_shape() else (*few, kimi):
         shape = DeltaShape(key_heads, heads, key_dim, value_dim, 4, key_heads == 8)
         context = ForwardContext(
             positions=torch.zeros(20, dtype=torch.int64),
@@ -393,7 +394,7 @@ def delta() -> None:
 def delta_gradients() -> None:
     few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
     more = ((torch.float16, 4, 8, 128, 128),)
-    differentiate_rules(few + more if CAMPAIGN else few)
+    differentiate_rules(few + more if every_shape() else few)
 
 
 def wide_delta_gradients() -> None:
@@ -429,7 +430,7 @@ def configurations() -> None:
 def take_tiles_of(name: str) -> None:
     """Compile with the tiles of this section of the file, for its GPU, from now on."""
     Driver.card = CARDS[name]
-    latent_rows.shared_memory = lambda device: Driver.card.room
+    latent_rows.shared_memory = delta_gradient.shared_memory = lambda device: Driver.card.room
     tiles.family_name = lambda device: name
     tiles.family.cache_clear()
     tiles.attention_tiles.cache_clear()
@@ -568,8 +569,13 @@ def expert_layer(
     experts_backward(saved, out, options, (True, True, True, True, biased, biased))
 
 
+def every_shape() -> bool:
+    """Under `make soak` an H100 has all of them, another GPU a few."""
+    return CAMPAIGN and Driver.card.capability == 90
+
+
 def smaller_cards() -> None:
-    """Under `make soak` what does not take its tiles from the file, for an A100 and an RTX 4090."""
+    """Under `make soak` kernels whose tiles are not in the file, for an A100 and an RTX 4090."""
     for name in ("sm_80", "sm_89") if CAMPAIGN else ():
         take_tiles_of(name)
         for part in (latents, sparse, mamba, mamba_gradients, delta, delta_gradients):
