@@ -30,7 +30,7 @@ class MetricsLog(Closing):
         self.rows: list[Row] = _lines(metrics)
         self._kind = kind
         self._file, self._samples = _to_append(metrics), _to_append(samples)
-        self._boards: dict[int, Board] = {}
+        self._board: tuple[int, Board] | None = None
 
     def forget_after(self, seed: int, step: int) -> None:
         """Drop the rows and samples of a seed behind the step at which it goes on: they will be written again."""
@@ -47,19 +47,25 @@ class MetricsLog(Closing):
         for sample in samples:
             self._samples.write(json.dumps({"seed": seed, "step": step, **sample}, ensure_ascii=False) + "\n")
         self._samples.flush()
-        self._board(seed).show(step, values, "\n\n".join(_shown(sample) for sample in samples))
+        self._board_of(seed).show(step, values, "\n\n".join(_shown(sample) for sample in samples))
 
     def close(self) -> None:
         """Finish the files."""
         self._file.close()
         self._samples.close()
-        for one in self._boards.values():
-            one.close()
+        self._close_board()
 
-    def _board(self, seed: int) -> Board:
-        if seed not in self._boards:
-            self._boards[seed] = board(self._kind, self.folder, seed)
-        return self._boards[seed]
+    def _board_of(self, seed: int) -> Board:
+        """Return the seed's board, with the others closed: while a run of wandb is open `wandb.init` returns it."""
+        if self._board is None or self._board[0] != seed:
+            self._close_board()
+            self._board = seed, board(self._kind, self.folder, seed)
+        return self._board[1]
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            (_, open_board), self._board = self._board, None
+            open_board.close()
 
 
 def _begin(path: Path, *, resumed: bool) -> None:

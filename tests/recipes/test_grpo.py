@@ -305,3 +305,25 @@ def test_weights_and_biases(tiny: Tiny, out: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         grpo.run(tiny(tmp_path, model=out / "seed0" / "policy", log_to="wandb"))
+
+
+def test_each_seed_is_a_run_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of wandb itself, which gives who begins a run the one that is open."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    runs: list[Any] = []
+    init = wandb.init
+
+    def noted(**given: Any) -> Any:
+        runs.append(init(**given))
+        return runs[-1]
+
+    monkeypatch.setattr(wandb, "init", noted)
+    with MetricsLog(tmp_path, "wandb") as log:
+        for seed, step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            log.write(seed, step, {"reward/mean": seed + step * 0.8125})
+    wandb.teardown()
+    assert [run.name for run in runs] == [f"{tmp_path.name}-seed0", f"{tmp_path.name}-seed1"]
+    files = [next(tmp_path.glob(f"wandb/*/run-{run.id}.wandb")).read_bytes() for run in runs]
+    assert [[value in file for value in (b"0.8125", b"1.8125")] for file in files] == [[True, False], [False, True]]
