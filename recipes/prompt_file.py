@@ -15,6 +15,9 @@ from samebit.recipes.problem import MARKER, Problem, ProblemSets
 Columns = tuple[str, str]
 COLUMNS: Columns = ("prompt", "answer")
 
+_OF_FILES = (".csv", ".tsv", ".txt", ".json", ".arrow", ".gz", ".zip", ".zst")
+"""Lists endings that say of a name that it is a file's; other dots are in names of the hub too."""
+
 
 def load(
     source: str | Path, columns: Columns = COLUMNS, split: str = "train", answer_after: str = MARKER
@@ -36,7 +39,7 @@ def load(
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
         rows = readers[path.suffix](path, columns)
-    elif isinstance(source, Path) or path.exists() or path.suffix:
+    elif isinstance(source, Path) or path.exists() or path.suffix in _OF_FILES:
         raise ValueError(f"{path}: unknown kind of file '{path.suffix}', expected .parquet or .jsonl")
     else:
         rows = _hub_rows(source, columns, split)

@@ -101,6 +101,31 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         prompt_file.load("nowhere")
 
 
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("simplescaling/s1K-1.1", ("simplescaling/s1K-1.1", None)),
+        ("wikimedia/wikipedia:20220301.en", ("wikimedia/wikipedia", "20220301.en")),
+    ],
+)
+def test_names_of_the_hub_have_dots(
+    source: str, asked: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(name: str, config: str | None, split: str) -> datasets.Dataset:
+        assert (name, config) == asked
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(prompt_file.load(source)) == len(ROWS)
+
+
+@pytest.mark.parametrize("source", ["rows.csv", "data/rows.jsonl.gz", "rows.json"])
+def test_other_files_are_looked_for_nowhere(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    with pytest.raises(ValueError, match=r"unknown kind of file '\.\w+', expected \.parquet or \.jsonl"):
+        prompt_file.load(source)
+
+
 def test_too_few_prompts_to_hold_any_out(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:4])
     with pytest.raises(ValueError, match="4 different prompts are too few"):
