@@ -9,7 +9,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,13 +30,12 @@ from samebit.rollout.engine.engine import Engine
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
 from samebit.rollout.models.loading import LoadedModel, load_model, naming
 from samebit.rollout.requests.limits import RequestLimits
+from samebit.rollout.requests.stopping import known_end_tokens
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.model_runner import ModelRunner
 from samebit.rollout.self_test.self_test import self_test
 from samebit.weight_sync.in_place.watch import WeightWatch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
             watch=engine.watch,
         ),
         max_model_len=loaded.max_model_len,
-        eos_token_ids=_end_tokens(loaded.eos_token_ids, runner.vocab_size),
+        eos_token_ids=known_end_tokens(loaded.eos_token_ids, runner.vocab_size, "the model's eos_token_id"),
         tokenizer=tokenizer,
         has_experts=runner.shape.routes is not None,
         dtype=runner.shape.dtype,
@@ -129,18 +127,6 @@ def _check_given(config: object, tokenizer: object) -> None:
             "tokenizer must have a method decode(token_ids, skip_special_tokens=True), as those of transformers have, "
             f"or be None; got {shown(tokenizer)}"
         )
-
-
-def _end_tokens(named: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Return those of a model's end tokens that it can sample; configs of cut-down models name others too."""
-    known = tuple(token for token in named if 0 <= token < vocab_size)
-    if len(known) < len(named):
-        others = ", ".join(str(token) for token in named if token not in known)
-        logger.warning(
-            "the model's eos_token_id names %s, outside its vocabulary (0 to %d): no sample ends there",
-            others, vocab_size - 1,
-        )  # fmt: skip
-    return known
 
 
 def _cache(runner: ModelRunner, config: RolloutConfig, max_model_len: int) -> Cache:

@@ -29,6 +29,7 @@ from samebit.recipes.prompts import Style
 from samebit.recipes.trl_grpo.task import AnswerReward, Task, built_in, of_user
 from samebit.rollout import RolloutWorker, SamplingParams
 from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
+from samebit.rollout.requests.stopping import known_end_tokens
 
 TRAINERS = ("grpo", "rloo", "async")
 COLUMNS = {
@@ -156,9 +157,9 @@ class Evaluation(TrainerCallback):
     def __init__(self, task: Task, worker: RolloutWorker, max_tokens: int, every: int) -> None:
         self._task = task
         self._worker = worker
-        self._params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, stop_token_ids=[task.tokenizer.eos_token_id]
-        )
+        named = [task.tokenizer.eos_token_id]
+        ends = known_end_tokens(named, worker.limits.vocab_size, "the tokenizer's eos_token_id")
+        self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=ends)
         self._every = every
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:

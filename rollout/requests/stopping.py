@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from samebit.rollout.requests.request import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 def end_of_sample(sequence: Sequence, token: int, new: int) -> bool:
@@ -37,3 +41,19 @@ def as_token_ids(value: int | Items[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Items) else (value,)
+
+
+def known_end_tokens(named: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
+    """Return those end tokens that a model can sample; configs of cut-down models name others too, which are logged.
+
+    source: what names them.
+    """
+    named = tuple(named)
+    known = tuple(token for token in named if 0 <= token < vocab_size)
+    if len(known) < len(named):
+        others = ", ".join(str(token) for token in named if token not in known)
+        logger.warning(
+            "%s names %s, outside the vocabulary (0 to %d): no sample ends there",
+            source, others, vocab_size - 1,
+        )  # fmt: skip
+    return known

@@ -48,6 +48,15 @@ def test_one_step(more: list[str], model: Path, tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "policy").is_dir()
 
 
+def test_a_tokenizer_whose_end_token_the_model_lacks(model: Path, tmp_path: Path) -> None:
+    """As with cut-down models: samples end at the model's own, and nobody is refused an answer."""
+    policy, tokenizer = tiny_model.load(model)
+    tokenizer.add_special_tokens({"eos_token": "<over>"})
+    tiny_model.save(policy, tokenizer, tmp_path / "model")
+    run.main(arguments(tmp_path / "model", tmp_path))
+    assert '"accuracy"' in (tmp_path / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

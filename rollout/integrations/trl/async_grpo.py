@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from trl.experimental.async_grpo import AsyncGRPOTrainer as TrlAsyncGRPOTrainer
 
+from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.checks import check_one_of
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.transaction import IN_FLIGHT
@@ -88,7 +89,7 @@ class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
         rollouts.attach(
             self.worker,
-            sampling_params(self.args, self.eos_token_ids),
+            sampling_params(self.args, self.eos_token_ids, binding_of(self.model).vocab_size),
             **self._of_conversations(rewards, options),
         )
         self.add_callback(StandStill(transfer))

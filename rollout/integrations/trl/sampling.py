@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from samebit.rollout.requests.stopping import known_end_tokens
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -31,16 +32,22 @@ EXTRA = tuple(one.name for one in fields(SamplingParams) if one.name not in (*_S
 """Lists what `generation_kwargs` may hold."""
 
 
-def sampling_params(args: Any, end_tokens: Sequence[int]) -> SamplingParams:
+def sampling_params(args: Any, end_tokens: Sequence[int | None], vocab_size: int) -> SamplingParams:
     """Translate the arguments of a trainer.
 
     Args:
         args: TRL's `GRPOConfig`, `RLOOConfig` or `AsyncGRPOConfig`.
-        end_tokens: the tokens that end a sample.
+        end_tokens: the trainer's, those of the generation config and the tokenizer's. What the model can not sample is
+            left out.
+        vocab_size: of the model.
 
     Raises:
-        ValueError: an option that samebit has no place for, or a value that it refuses, by name.
+        ValueError: an option that samebit has no place for, or a value that it refuses, by name; no end token of the
+            tokenizer.
     """
+    named = [token for token in end_tokens if token is not None]
+    if len(named) < len(end_tokens):
+        raise ValueError("the tokenizer has no eos_token, by which TRL tells that a sample has ended")
     extra = dict(vars(args).get("generation_kwargs") or {})
     unknown = [name for name in extra if name not in EXTRA]
     if unknown:
@@ -53,7 +60,7 @@ def sampling_params(args: Any, end_tokens: Sequence[int]) -> SamplingParams:
         repetition_penalty=args.repetition_penalty,
         max_tokens=args.max_completion_length,
         ignore_eos=True,
-        stop_token_ids=tuple(end_tokens),
+        stop_token_ids=known_end_tokens(named, vocab_size, "the trainer's list of end tokens"),
         **extra,
     )
 

@@ -20,6 +20,7 @@ import torch
 import trl
 from torch import nn
 
+from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.integrations.trl.agreement import Agreement
 from samebit.rollout.integrations.trl.fused_forward import give_scores, own_forward
@@ -81,7 +82,7 @@ class _SamebitRollouts(_Trainer):
         if self.ref_model is not None:
             give_scores(self.accelerator.unwrap_model(self.ref_model), None, self.temperature)
         self.agreement = Agreement()
-        self._params: SamplingParams = sampling_params(self.args, self.eos_token_ids)
+        self._params: SamplingParams = sampling_params(self.args, self.eos_token_ids, binding_of(self.model).vocab_size)
         config = RolloutConfig(seed=self.args.seed) if rollout_config is None else rollout_config
         self.worker = RolloutWorker(self.model, config=_whole_batch(config, rollout_config, self.args))
         self._computed: list[torch.Tensor] = []

@@ -27,7 +27,7 @@ from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
 from samebit.rollout.integrations.trl.agreement import COMPARED, DIFFERENCE, DIFFERING, OF_TRL
 
 from ...campaign import first_of
-from .trl_model import END, byte_tokenizer
+from .trl_model import END, byte_tokenizer, with_end_tokens
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -392,3 +392,24 @@ def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytes
     assert all(row["rewards/Adder/mean"] == row["tools/call_frequency"] == 1.0 for row in logged)
     assert trained.agreement.compared > 8 * len(call_ids)
     assert trained.agreement.differing == 0
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_end_tokens_outside_the_vocabulary(
+    kind: type, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As generation configs of cut-down models have them: samples end at the others."""
+    model = with_end_tokens(folder, tmp_path / "model", [END_ID, 151645, -1])
+    trained = trainer(kind, model, tmp_path, {"max_steps": 1, "generation_kwargs": {"logit_bias": {END_ID: 100.0}}})
+    trained.train()
+    (step,) = steps(trained)
+    assert step["completions/mean_terminated_length"] == step["completions/max_length"] == 1.0
+    assert trained.agreement.compared > 0
+    assert "the trainer's list of end tokens names 151645, -1, outside the vocabulary" in caplog.text
+
+
+def test_a_tokenizer_without_end_token_is_refused(folder: Path, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
+        trainer(GRPOTrainer, folder, tmp_path, processing_class=tokenizer)

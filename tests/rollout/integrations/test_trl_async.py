@@ -29,6 +29,7 @@ from samebit.rollout.integrations.trl.async_rollouts import VERSION
 from samebit.rollout.integrations.trl.fused_forward import give_scores
 
 from ...patience import HANG, wait_until
+from .trl_model import byte_tokenizer, with_end_tokens
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -168,6 +169,15 @@ def test_a_checkpoint_goes_on_with_the_next_prompt(folder: Path, tmp_path: Path)
     assert again.rollout_worker._loop_kwargs["dataset_start_index"] > 0
     assert again.agreement.compared > 0
     assert again.agreement.differing == 0
+
+
+def test_end_tokens_outside_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """As generation configs of cut-down models have them: samples end at the others, which are all tokens here."""
+    model = with_end_tokens(folder, tmp_path / "model", [*range(len(byte_tokenizer())), 151645, -1])
+    trained = trainer(model, tmp_path, {"max_steps": 1})
+    trained.train()
+    assert trained.state.log_history[0]["completions/mean_length"] == 1.0
+    assert trained.agreement.compared > 0
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -132,6 +132,21 @@ def test_the_end_of_a_response_is_the_models_or_the_tokenizers(folder: Path, tmp
     serve(tmp_path, check, ignore_eos=False)
 
 
+def test_an_end_token_outside_the_vocabulary_ends_nothing(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As tokenizers of cut-down models have them."""
+    model, tokenizer = tiny_model.load(folder)
+    tokenizer.add_special_tokens({"eos_token": "<over>"})
+    tiny_model.save(model, tokenizer, tmp_path)
+
+    async def check(server: SamebitServer) -> None:
+        assert (await server.generate([1, 5], dict(PARAMS), "a")).stop_reason == "completed"
+
+    serve(tmp_path, check, ignore_eos=False)
+    assert f"the tokenizer's eos_token_id names {tokenizer.eos_token_id}, outside the vocabulary" in caplog.text
+
+
 def test_several_turns_hit_the_prefix_cache(folder: Path) -> None:
     async def check(server: SamebitServer) -> None:
         first = await server.generate(list(range(4, 20)) * 3, {**PARAMS, "max_tokens": 30}, "a")

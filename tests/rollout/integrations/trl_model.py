@@ -3,6 +3,8 @@ template of the real one, as TRL knows it."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -55,3 +57,10 @@ def qwen3_folder(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int 
     Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def with_end_tokens(folder: Path, copy: Path, end_tokens: list[int]) -> Path:
+    """Copy a folder, with these end tokens in its generation config; return the copy."""
+    shutil.copytree(folder, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": end_tokens}))
+    return copy

@@ -172,7 +172,7 @@ def test_end_tokens_outside_the_vocabulary(caplog: pytest.LogCaptureFixture) -> 
         (output,) = worker.generate([[1, 2]], SamplingParams(max_tokens=4, min_tokens=4))
         worker.check_usable()
     assert len(output.samples[0].token_ids) == 4
-    assert "eos_token_id names 50, 151645, -1, outside its vocabulary (0 to 49)" in caplog.text
+    assert "eos_token_id names 50, 151645, -1, outside the vocabulary (0 to 49)" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), tiny().model, 3, None])

@@ -36,6 +36,7 @@ from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.server.gate import Gate
 from samebit.rollout.integrations.verl.server.profiling import Tracing
 from samebit.rollout.integrations.verl.server.steps import StepsOfVersions
+from samebit.rollout.requests.stopping import as_token_ids, known_end_tokens
 from samebit.rollout.worker import RolloutWorker
 from samebit.rollout.worker_interface import LocalWorker
 from samebit.weight_sync import SyncReport
@@ -79,8 +80,9 @@ class SamebitServer:
         folder, words = copy_to_local(self._options.model), copy_to_local(self._options.tokenizer)
         check_tokenizer(words)
         tokenizer = AutoTokenizer.from_pretrained(words)
-        self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         worker = self.make_worker(folder, self._options, tokenizer)
+        named = as_token_ids(tokenizer.eos_token_id)
+        self._eos = known_end_tokens(named, worker.limits.vocab_size, "the tokenizer's eos_token_id")
         if self._options.routed_experts and not worker.limits.has_experts:
             worker.close()
             raise ValueError(f"rollout.custom.routed_experts=True, but {folder} has no routed experts")
