@@ -91,14 +91,21 @@ class _Scorer:
         self._temperature = temperature
 
     def of_rows(
-        self, *, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None, **rest: Any
+        self,
+        *,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        with_entropy: bool = True,
+        **rest: Any,
     ) -> Scores:
-        """Score padded rows ``[B, T]``; returns ``[B, T - 1]``, as TRL's own head."""
+        """Score padded rows ``[B, T]``; returns ``[B, T - 1]``, as TRL's own head, entropies too unless they are not
+        wanted."""
         _refuse(rest)
         wanted = labels[:, 1:] != IGNORED
         if not torch.equal(labels[:, 1:][wanted], input_ids[:, 1:][wanted]):
             raise ValueError("labels other than the tokens of input_ids can not be scored")
-        return self._scores(input_ids, wanted, attention_mask=attention_mask)
+        return self._scores(input_ids, wanted, with_entropy, attention_mask=attention_mask)
 
     def of_tree(
         self, *, input_ids: torch.Tensor, shift_labels: torch.Tensor, position_ids: torch.Tensor, **rest: Any
@@ -107,7 +114,7 @@ class _Scorer:
         parts = {name: rest.pop(name) for name in TREE_INPUTS if name in rest}
         _refuse(rest)
         tree = TokenTree.of(input_ids[0], position_ids[0], shift_labels[0], **parts)
-        scores = self._scores(tree.token_ids[None], tree.scored[None], position_ids=tree.positions[None])
+        scores = self._scores(tree.token_ids[None], tree.scored[None], True, position_ids=tree.positions[None])
 
         def placed(values: torch.Tensor | None) -> torch.Tensor:
             out = torch.zeros(input_ids.shape[1], dtype=torch.float32, device=input_ids.device)
@@ -115,13 +122,15 @@ class _Scorer:
 
         return Scores(log_probs=placed(scores.log_probs), entropy=placed(scores.entropy))
 
-    def _scores(self, input_ids: torch.Tensor, wanted: torch.Tensor, **layout: torch.Tensor | None) -> Scores:
+    def _scores(
+        self, input_ids: torch.Tensor, wanted: torch.Tensor, with_entropy: bool, **layout: torch.Tensor | None
+    ) -> Scores:
         return token_scores(
             self._model,
             input_ids,
             temperature=self._temperature,
             wanted=wanted,
-            with_entropy=True,
+            with_entropy=with_entropy,
             forward=self._forward,
             **layout,
         )

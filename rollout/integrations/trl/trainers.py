@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,11 @@ class _SamebitRollouts(_Trainer):
         self._sampled = logprobs
         return token_ids, logprobs
 
-    def _get_per_token_logps_and_entropies(self, *given: Any, **options: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(*given, **options)
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, *given: Any, compute_entropy: bool = False, **options: Any
+    ) -> Any:
+        scoring = partial(model, with_entropy=compute_entropy)
+        found = super()._get_per_token_logps_and_entropies(scoring, *given, compute_entropy=compute_entropy, **options)
         self._computed.append(found[0].detach())
         return found
 

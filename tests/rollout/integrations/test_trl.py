@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 from trl.trainer.utils import add_fused_lm_head
 
 from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.trainer.training import token_scores
 from samebit.recipes import tiny_model
 from samebit.recipes.accuracy import models
 from samebit.rollout import RolloutConfig, SamplingParams
-from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
+from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer, fused_forward
 from samebit.rollout.integrations.trl.agreement import COMPARED, DIFFERENCE, DIFFERING, OF_TRL
 
 from ...campaign import first_of
@@ -413,3 +414,22 @@ def test_a_tokenizer_without_end_token_is_refused(folder: Path, tmp_path: Path) 
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
         trainer(GRPOTrainer, folder, tmp_path, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_entropies_are_computed_for_the_loss_alone(
+    kind: type, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the log-probabilities of the reference model, nor with those from before the steps."""
+    asked: list[tuple[bool, bool]] = []
+
+    def noted(*given: Any, with_entropy: bool, **more: Any) -> Any:
+        asked.append((torch.is_grad_enabled(), with_entropy))
+        return token_scores(*given, with_entropy=with_entropy, **more)
+
+    monkeypatch.setattr(fused_forward, "token_scores", noted)
+    options = {"beta": 0.1, "steps_per_generation": 2, "max_steps": 2}
+    trained = trainer(kind, folder, tmp_path, options, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    trained.train()
+    assert set(asked) == {(False, False), (True, True)}, "with a gradient is the loss"
+    assert trained.agreement.differing == 0
