@@ -23,7 +23,7 @@ from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.ops.linear import add_gradient_of_inputs, gradient_of_weight, linear, linear_part
 from samebit.kernels.ops.logprobs import entropies, entropy_gradient, gather, gather_gradient
 
-BYTES_AT_ONCE = 128 << 20
+BYTES_AT_ONCE = 256 << 20
 """A buffer of float32 logits holds at most this many bytes; a few such buffers exist at a time."""
 
 _ROWS = 64
