@@ -53,8 +53,8 @@ class Deliveries:
             delivery.finish(request.error)
 
     def notify_streams(self) -> None:
-        """Let those who stream look for the tokens of a step. Before its first token a request has nothing for them:
-        `finish` tells its end."""
+        """Let those who stream look for the tokens of a step. A request that has none has nothing for them: of its end
+        they hear by `finish`."""
         for delivery in tuple(self._streams):
             if delivery.request.progress.answered:
                 delivery.notify()
