@@ -299,6 +299,7 @@ def _top_logprobs(
 ) -> TopLogprobs:  # fmt: skip
     """Find them for all rows at once that ask for as many; ``scores``: of the tokens, which is all that 0 asks for."""
     result: TopLogprobs = [None] * len(logits)
+    at: slice | torch.Tensor
     found: TopLogprobs
     for count, rows in likely.items():
         at = slice(None) if len(rows) == len(logits) else indices(np.array(rows, np.int64), logits.device)
