@@ -28,7 +28,7 @@ from samebit.rollout.audit.compare import Difference, Row, compare, compare_samp
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.recurrent_states import StatesCheck
-from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, packed
+from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, of_transformers, packed
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.audit.workers import compared_config, device_of
 from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
@@ -39,6 +39,9 @@ from samebit.rollout.worker import RolloutWorker
 
 PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
 LONGEST_PROMPT = 300
+UNBOUND_LENGTHS = (2, 17, 65)
+"""Lengths of sequences that transformers' own forward computes; few, since that of a recurrent model is slow."""
+
 NEW_TOKENS = 32
 BEYOND_CHOICE = 65
 """The longest prompt has at least this count of tokens more than sparse attention reads."""
@@ -100,10 +103,12 @@ def check_model(
     with naming(folder):
         trained = None if base.adapter is None else TrainersAdapter.of(loaded.module, base.adapter)
         module = loaded.module if trained is None else trained.model
+        unbound = _Unbound.of(module, seed)
         model = bind(module) if ssm_chunk is None else bind(module, ssm_chunk=ssm_chunk)
     if ssm_chunk is not None and binding_of(model).ssm_chunk is None:
         raise ValueError(f"ssm_chunk={ssm_chunk}, but this model has no recurrent layers")
     check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed), loaded.max_model_len)
+    yield unbound.row(model)
     yield Row("GEMM rows: any number of rows, any threads", *check_gemm_rows(model))
     yield from check.schedules()
     yield from check.temperatures()
@@ -133,6 +138,33 @@ def _workload(model: nn.Module, max_model_len: int, new_tokens: int, seed: int) 
     lengths = [*(length for length in PROMPT_LENGTHS if length < longest), min(longest, wanted)]
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
     return Workload(prompts, new_tokens, max(lengths) + new_tokens)
+
+
+@dataclass(frozen=True)
+class _Unbound:
+    """Holds what transformers' own forward makes of some sequences, before samebit's kernels take its place; no scores
+    but `trouble` where it does not run.
+    """
+
+    samples: list[Sample]
+    scores: list[torch.Tensor]
+    trouble: str = ""
+
+    @classmethod
+    def of(cls, module: Any, seed: int) -> _Unbound:
+        rng = random.Random(seed)
+        vocab_size = module.get_input_embeddings().weight.shape[0]
+        prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in UNBOUND_LENGTHS]
+        samples = [Sample(prompt[:1], prompt[1:]) for prompt in prompts]
+        try:
+            return cls(samples, of_transformers(module, samples))
+        except Exception as error:  # boundary: code of the model, whose kernels may refuse sizes or need packages
+            return cls(samples, [], f", which does not run here ({type(error).__name__})")
+
+    def row(self, model: nn.Module) -> Row:
+        """Say how far the bound module is from it: roundings, if the binding is right."""
+        found = compare(packed(model, self.samples, 1.0), self.scores) if self.scores else (0, 0, 0.0)
+        return Row(f"beside transformers' own forward{self.trouble}", *found, promised=False)
 
 
 class _Check:
@@ -188,12 +220,12 @@ class _Check:
             yield self._row(f"trainer: {name}", self.first, layout)
         scored = self.workload.params(prompt_logprobs=0)
         with RolloutWorker(self.model, config=self._config(max_num_batched_tokens=24, max_num_seqs=8)) as worker:
-            outputs = [out for _ in ("cold", "warm") for out in worker.generate(self.workload.prompts, scored)]
+            outputs = [out for _ in ("first", "again") for out in worker.generate(self.workload.prompts, scored)]
         found = [torch.tensor((out.prompt_logprobs or [])[1:], dtype=torch.float32) for out in outputs]
         expected = packed(
             self.model, [Sample(out.prompt_token_ids[:1], out.prompt_token_ids[1:]) for out in outputs], 1.0
         )
-        yield Row("log-probabilities of the prompts, cold and warm", *compare(found, expected))
+        yield Row("log-probabilities of the prompts, twice", *compare(found, expected))
 
     def routing(self) -> Iterator[Row]:
         """Compare the experts of each token, as noted where it was computed first, with the trainer's choice."""
@@ -214,7 +246,7 @@ class _Check:
             changes["enforce_eager"] = True  # a replayed graph calls no hooks
         requests = self.workload.prompts, self.workload.params()
         found = compare_selections(self.model, self._config(**changes), *requests)
-        yield Row("selections that differ, cold and warm", *found)
+        yield Row("selections that differ, module by module, cold and warm", *found)
 
     def weights(self) -> Iterator[Row]:
         requests = self.workload.prompts, self.workload.params()

@@ -65,6 +65,8 @@ def compare_selections(
                     others = expected[layer, position]
                     pairs += max(len(chosen), len(others))
                     differing += choices_apart(chosen, others)
+    if not pairs:
+        raise ValueError("no selection of the indexers was seen, so the row would prove nothing")
     return pairs, differing, 0.0
 
 

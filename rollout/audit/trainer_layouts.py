@@ -63,11 +63,21 @@ def logits_of_padded(model: nn.Module, samples: list[Sample], temperature: float
     return _padded(model, samples, temperature, left=True, through_logits=True)
 
 
+@torch.no_grad()
+def of_transformers(module: nn.Module, samples: list[Sample]) -> list[torch.Tensor]:
+    """Score each sequence in a forward of a module that is not bound: transformers' own, and torch's log-softmax."""
+    found = []
+    for sample in samples:
+        ids = torch.tensor([sample.ids], device=device_of(module))
+        scores = module(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found.append(scores.gather(1, ids[0, 1:, None])[-len(sample.scored) :, 0].cpu())
+    return found
+
+
 LAYOUTS: dict[str, Layout] = {
     "each sequence alone": alone,
     "left padded": left_padded,
     "right padded": right_padded,
-    "packed": packed,
     "logits of a left-padded batch": logits_of_padded,
 }
 
