@@ -34,10 +34,10 @@ from samebit.benchmarks.workloads.models import DTYPES
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 OWN = "own"
+"""Names, as the kind of model, the folder that was given."""
+
 WITHOUT_VLLM = ("hybrid_fp32",)
 """Parts that vLLM does not compute: its Gated DeltaNet on a CPU takes bfloat16 alone."""
-
-"""Names, as the kind of model, the folder that was given."""
 
 
 @dataclass(frozen=True)
@@ -152,31 +152,37 @@ def compare(found: Sampled, score: trainers.Scorer) -> dict[str, float]:
 def measure(part: Part) -> dict[str, Spread]:
     """Return the figures of one part, as `vllm_cold_vs_bf16_mean`; samebit's are beside samebit's training forward.
 
-    The others' are beside Hugging Face's in the part's dtype and, in bfloat16, in float32 too. `hf_forward` is Hugging
-    Face's forward, a sequence at a time, beside that in micro-batches: what no engine can be blamed for.
+    The others' are beside Hugging Face's. In bfloat16 all of them, samebit's too, are also beside Hugging Face's in
+    float32: how far bfloat16 itself goes, in each engine. `hf_forward` is Hugging Face's forward, a sequence at a time,
+    beside that in micro-batches: what no engine can be blamed for.
     """
     by_way = sample(part)
     own = DTYPES[part.dtype]
     micro_batch = part.sizes.micro_batch
-    peers = {name: one for name, one in by_way.items() if not name.startswith("samebit")}
-    rows: dict[str, dict[str, float]] = {}
     model = trainers.load(part.folder, own)
-    same = trainers.hugging_face(model, micro_batch)
     ids = by_way["hf_batch"].ids
     alone = trainers.hugging_face(model, 1)(ids)[:, -part.sizes.new :].double()
-    for name, one in {**peers, "hf_forward": Sampled(ids, alone)}.items():
-        rows[f"{name}_vs_{part.dtype}"] = compare(one, same)
+    by_way["hf_forward"] = Sampled(ids, alone)
+    same = trainers.hugging_face(model, micro_batch)
+    ours = {name for name in by_way if name.startswith("samebit")}
+    rows = {f"{name}_vs_{part.dtype}": compare(by_way[name], same) for name in by_way.keys() - ours}
     if importlib.util.find_spec("trl"):
-        rows[f"trl_vs_{part.dtype}"] = compare(by_way["hf_batch"], trainers.trl(model, micro_batch))
+        rows |= beside_trl(part, by_way)
     if part.dtype == "bf16":
         wider = trainers.hugging_face(trainers.load(part.folder, torch.float32), micro_batch)
-        rows |= {f"{name}_vs_fp32": compare(one, wider) for name, one in peers.items()}
-    ours = trainers.samebit(model, micro_batch)
-    for name in by_way.keys() - peers.keys():
-        rows[f"{name}_vs_{part.dtype}"] = compare(by_way[name], ours)
+        rows |= {f"{name}_vs_fp32": compare(one, wider) for name, one in by_way.items()}
+    bound = trainers.samebit(model, micro_batch)
+    rows |= {f"{name}_vs_{part.dtype}": compare(by_way[name], bound) for name in ours}
     return {
         f"{row}_{name}": Spread(value, value, value) for row, found in rows.items() for name, value in found.items()
     }
+
+
+def beside_trl(part: Part, by_way: dict[str, Sampled]) -> dict[str, dict[str, float]]:
+    """Return what TRL's scores give beside `generate` and, where it ran, vLLM, whose difference TRL corrects by."""
+    score = trainers.trl(trainers.load(part.folder, DTYPES[part.dtype]), part.sizes.micro_batch)
+    engines = {"trl": "hf_batch", "trl_vllm": "vllm_cold"}
+    return {f"{row}_vs_{part.dtype}": compare(by_way[way], score) for row, way in engines.items() if way in by_way}
 
 
 @contextmanager

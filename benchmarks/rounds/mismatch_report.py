@@ -20,7 +20,8 @@ _WAYS = {
     "vllm_chunked": "vLLM, chunks of 96",
     "hf_batch": "Hugging Face generate, batch",
     "hf_batch_1": "Hugging Face generate, one by one",
-    "trl": "TRL, generate and its own scores",
+    "trl": "TRL's scores of generate's tokens",
+    "trl_vllm": "TRL's scores of vLLM's tokens",
     "hf_forward": "Hugging Face forward, one by one",
     "samebit_cold": "samebit, batch, cold cache",
     "samebit_warm": "samebit, batch, warm cache",
@@ -86,16 +87,17 @@ def markdown(report: list[Row]) -> str:
 
 
 def plot(path: Path, report: list[Row]) -> None:
-    """Draw the mean difference of each way, a panel for each model and dtype, trainer and rollout in one dtype."""
+    """Draw the mean difference of each way, a line of panels for each model, one for each dtype and trainer's dtype."""
     kinds = list(dict.fromkeys(row.kind for row in report))
-    dtypes = [dtype for dtype in _SIDES if any(row.dtype == dtype for row in report)]
+    sides = list(dict.fromkeys((row.dtype, row.trainer) for row in report))
     figure, axes = plt.subplots(
-        len(kinds), len(dtypes), figsize=(5.2 * len(dtypes), 2.7 * len(kinds)), squeeze=False, layout="constrained"
+        len(kinds), len(sides), figsize=(5.2 * len(sides), 2.7 * len(kinds)), squeeze=False, layout="constrained"
     )
     for line, kind in enumerate(kinds):
-        for column, dtype in enumerate(dtypes):
-            shown = [row for row in report if (row.kind, row.dtype, row.trainer) == (kind, dtype, dtype)]
-            _panel(axes[line][column], shown, f"{kind}, {_SIDES[dtype]}")
+        for column, (dtype, trainer) in enumerate(sides):
+            shown = [row for row in report if (row.kind, row.dtype, row.trainer) == (kind, dtype, trainer)]
+            beside = "" if dtype == trainer else f" beside Hugging Face's {_SIDES[trainer]}"
+            _panel(axes[line][column], shown, f"{kind}, {_SIDES[dtype]}{beside}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

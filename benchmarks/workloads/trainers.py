@@ -30,16 +30,24 @@ def hugging_face(model: PreTrainedModel, micro_batch: int) -> Scorer:
 
 
 def trl(model: PreTrainedModel, micro_batch: int) -> Scorer:
-    """Score with TRL's function over the module's logits in the module's dtype.
+    """Score as TRL's GRPO does with `bf16=True` or, if the module is in float32, `bf16=False`.
+
+    That is the module's hidden states through the head that TRL puts on it: logits in the module's dtype, their
+    log-softmax in float32. The module keeps that head.
 
     Raises:
         ImportError: TRL is not installed.
     """
-    from trl.trainer.utils import selective_log_softmax
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model)
+    mixed = model.dtype is torch.bfloat16
 
     def score(ids: Tensor) -> Tensor:
-        found: Tensor = selective_log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
-        return found.float()
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
+            out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
+        found: Tensor = out.log_probs
+        return found
 
     return _in_micro_batches(score, micro_batch)
 

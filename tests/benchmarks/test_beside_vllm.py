@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from samebit.benchmarks.engines.process import Command, started
 from samebit.benchmarks.rounds import mismatch_report
 from samebit.benchmarks.rounds.parts_file import PartsFile
 from samebit.benchmarks.rounds.turns import Spread
-from samebit.benchmarks.workloads import mismatch_models, models, served
+from samebit.benchmarks.workloads import mismatch_models, models, served, trainers
 
 from ..forks import python
 from .stand_in_engine import StandIn as StandInEngine
@@ -170,9 +171,13 @@ def test_mismatch_is_counted_and_samebits_is_zero(tmp_path: Path, monkeypatch: p
         assert by_way[f"vllm_{way}", "bf16"].differ == by_way[f"vllm_{way}", "fp32"].differ == 20
         ours = by_way[f"samebit_{way}", "bf16"]
         assert (ours.tokens, ours.differ, ours.mean, ours.largest, ours.k3) == (20, 0, 0, 0, 0)
-    theirs = by_way["hf_batch", "fp32"]
-    assert 0 < theirs.mean <= theirs.largest < 1
-    assert theirs.k3 > 0
+    for way in ("hf_batch", "hf_forward", "samebit_cold", "samebit_warm", "samebit_batch_1", "samebit_chunked"):
+        rounded = by_way[way, "fp32"]  # what bfloat16 costs anyone
+        assert 0 < rounded.mean <= rounded.largest < 1
+        assert rounded.k3 > 0
+    if find_spec("trl"):
+        assert by_way["trl_vllm", "bf16"].differ == 20
+        assert by_way["trl", "bf16"].largest < 0.1
     assert outputs["png"].read_bytes().startswith(b"\x89PNG")
     assert len(outputs["md"].read_text().splitlines()) == 2 + len(report)
 
@@ -186,6 +191,16 @@ def test_a_difference_is_the_trainers_less_the_engines() -> None:
     found = mismatch.compare(mismatch.Sampled(ids, reported), lambda ids: torch.tensor([[-1.0, -1.5]]))
     assert (found["tokens"], found["differ"], found["mean"], found["largest"]) == (2, 1, 0.25, 0.5)
     assert found["k3"] == pytest.approx((math.exp(0.5) - 1.5) / 2)
+
+
+def test_trl_rounds_logits_to_bfloat16_and_not_what_it_makes_of_them(model: commands.Model) -> None:
+    pytest.importorskip("trl")
+    ids = torch.arange(40).reshape(4, 10)
+    trained = trainers.load(model.folder, torch.bfloat16)
+    scores, expected = trainers.trl(trained, 2)(ids), trainers.hugging_face(trained, 2)(ids)
+    assert scores.dtype is torch.float32
+    assert bool((scores != scores.bfloat16()).any())
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0.02)
 
 
 def test_hugging_faces_engine_reports_what_its_forward_computes(model: commands.Model) -> None:
