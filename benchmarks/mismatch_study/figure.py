@@ -72,6 +72,23 @@ def table(folder: Path) -> Table:
     return result
 
 
+def paired_table(folder: Path) -> Table:
+    """Return a line an arm: its accuracy less that of `exact` in the same seeds, which have easy and hard problems.
+
+    At the last step, and in the mean over the evaluations of the last third: one evaluation has luck in it.
+    """
+    result = Table(title="greedy accuracy less that of exact, the same seeds", box=box.SIMPLE_HEAD)
+    for title in ("arm", "seeds", "steps", "at the last step", "mean of the last third"):
+        result.add_column(title, justify="left" if title == "arm" else "right", no_wrap=title == "arm")
+    runs = read(folder)
+    exact = _accuracies(runs.pop("exact", []))
+    for arm, rows in runs.items():
+        apart = {key: value - exact[key] for key, value in _accuracies(rows).items() if key in exact}
+        if apart:
+            result.add_row(arm, *_paired_cells(apart))
+    return result
+
+
 def seconds_table(folder: Path) -> Table:
     """Return a line an arm: the median seconds of the parts of a step, and of the four together."""
     result = Table(title="seconds a step, medians", box=box.SIMPLE_HEAD)
@@ -101,6 +118,18 @@ def _cells(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _accuracies(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
+    """Return the accuracies by seed and step."""
+    return {(int(row["seed"]), int(row["step"])): row["val/accuracy"] for row in rows if "val/accuracy" in row}
+
+
+def _paired_cells(apart: dict[tuple[int, int], float]) -> list[str]:
+    steps = max(step for _, step in apart)
+    last = [value for (_, step), value in apart.items() if step == steps]
+    late = [value for (_, step), value in apart.items() if 3 * step >= 2 * steps]
+    return [f"{len(last)}", f"{steps}", f"{mean(last):+.3f}", f"{mean(late):+.3f}"]
+
+
 def _line(axes: Axes, rows: Sequence[Row], name: str, arm: str) -> None:
     steps = sorted({int(row["step"]) for row in rows if name in row})
     values = [[row[name] for row in rows if row["step"] == step and name in row] for step in steps]
@@ -111,10 +140,11 @@ def _line(axes: Axes, rows: Sequence[Row], name: str, arm: str) -> None:
 
 
 def show(folder: Path, console: Console) -> None:
-    """Write study.png, and print the two tables."""
+    """Write study.png, and print the three tables."""
     draw(folder)
     console.print(table(folder))
     console.print(seconds_table(folder))
+    console.print(paired_table(folder))
 
 
 def main() -> None:

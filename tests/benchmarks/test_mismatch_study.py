@@ -1,5 +1,6 @@
 """The study of mismatch: rounded samplers differ from the trainer as they should, and arms end, go on and are shown."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,23 @@ def test_weights_are_rounded_as_torch_rounds_them(bits: int, dtype: torch.dtype)
         normal = given[given.abs() > 1e-3]
         assert torch.equal(rounded(normal, bits), normal.to(dtype).float())
     assert torch.equal(rounded(values, 23), values)
+
+
+def test_an_arm_is_held_against_the_exact_runs_of_its_own_seeds(tmp_path: Path) -> None:
+    """An arm of the hard seed alone looks worse beside all seeds than it is."""
+    exact = {seed: {0: 0.2, 10: level, 20: level, 30: level} for seed, level in ((0, 0.5), (1, 0.9))}
+    arm = {0: {0: 0.2, 10: 0.1, 20: 0.4, 30: 0.6}}
+    for name, runs in (("exact", exact), ("4-bits-clipped", arm)):
+        lines = [
+            json.dumps({"seed": seed, "step": step, "val/accuracy": value})
+            for seed, values in runs.items()
+            for step, value in values.items()
+        ]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    found = figure.paired_table(tmp_path)
+    cells = [[*column.cells] for column in found.columns]
+    assert cells == [["4-bits-clipped"], ["1"], ["30"], ["+0.100"], ["+0.000"]]
 
 
 @long
