@@ -13,6 +13,9 @@ from samebit.kernels.binding.experts.routes import RouteList, use_notes
 from .families import make_model
 from .layouts import LAYOUTS, Scores
 
+FOLLOWED = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss", "Qwen3Next", "Qwen3_5Moe")
+"""Families whose oracle can be given the experts that the model chose; then their gradients are as near as others'."""
+
 
 def hugging_face(
     model: nn.Module, sequences: list[list[int]], begin: Callable[[int], None] = lambda number: None

@@ -21,8 +21,9 @@ from .steps import ROUTES, stepwise
 
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-NEAR = {torch.float32: 5e-6, torch.bfloat16: 0.03}
-"""Hugging Face computes the delta rule in float32 even where the model is float64."""
+NEAR = {torch.float32: 7e-7, torch.bfloat16: 0.03}
+"""At most twice what was seen: 4.4e-7 (Hugging Face computes the delta rule in float32 even where the model is
+float64), and .015 of Qwen3.5-MoE, whose rounded rows go to other experts; without experts .0035."""
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(DELTAS[1:], DTYPES))

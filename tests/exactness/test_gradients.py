@@ -8,19 +8,20 @@ from samebit.kernels import bind, token_logprobs
 
 from ..campaign import in_pairs
 from .families import DTYPES, EXPERTS, FAMILIES, LATENTS, make_model, paired, token_ids
-from .gradients import assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
+from .gradients import FOLLOWED, assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
 from .layouts import LAYOUTS
 from .test_layouts import checkpointing
 
 SEQUENCES = token_ids(65, 2, 70, 30)
 OTHERS = token_ids(17, 66, 5, 3, seed=1)
-TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.01, 0.1)}
-"""Error relative to the oracle, both as 2-norms: of the log-probabilities, and of each parameter's gradient."""
-REROUTED = {torch.float32: TOLERANCE[torch.float32], torch.bfloat16: (0.02, 0.3)}
-"""With routed experts: what bfloat16 rounds before a router sends a row to another expert now and then."""
+TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.006, 0.07)}
+"""Error relative to the oracle, both as 2-norms: of the log-probabilities, and of each parameter's gradient.
 
-FOLLOWED = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss")
-"""Families whose oracle can be given the experts that the model chose; then their gradients are as near as others'."""
+In bfloat16 at most twice what was seen of any family: .0030 and .035, those of Llama.
+"""
+REROUTED = {torch.float32: TOLERANCE[torch.float32], torch.bfloat16: (0.01, 0.3)}
+"""With routed experts: what bfloat16 rounds before a router sends a row to another expert now and then, and the
+router's weights then have a gradient of other rows (.0051 and .21 were seen; the next greatest gradient's is .14)."""
 
 
 @pytest.mark.soak

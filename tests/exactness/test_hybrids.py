@@ -12,6 +12,7 @@ from ..campaign import CAMPAIGN, first_of
 from ..kernels.helpers import THREADS, threads
 from .families import DIFFERENT_HYBRIDS, DTYPES, HYBRIDS, bound_model, cast, make_model, of_families, paired, token_ids
 from .gradients import (
+    FOLLOWED,
     assert_equal,
     assert_near_the_oracle,
     gradients,
@@ -43,8 +44,25 @@ EACH_CHUNK = list(zip(MIXERS, itertools.cycle(DTYPES), itertools.cycle(CHUNKS), 
 if CAMPAIGN:
     EACH_CHUNK = list(itertools.product(HYBRIDS, DTYPES, CHUNKS))
 
-TOLERANCE = {torch.float32: (5e-6, 5e-4), torch.bfloat16: (0.03, 0.4)}
-"""As in test_gradients, wider: Hugging Face's mixer computes in float32 even where the model is float64."""
+TOLERANCE = {torch.float32: (6e-7, 1.1e-4), torch.bfloat16: (0.0075, 0.13)}
+"""As in test_gradients, at most twice what was seen of any family (3.7e-7 and 5.7e-5; .0038 and .066).
+
+The second of float32 is wider than there: Hugging Face's mixer computes in float32 even where the model is float64.
+"""
+WIDER = {
+    "GraniteMoeHybrid, experts": (0.0075, 0.34),
+    "Zamba2": (0.0075, 0.33),
+    "Zamba2, adapters, rotary": (0.0075, 0.36),
+    "Qwen3Next": (0.0075, 0.16),
+    "Qwen3_5": (0.0075, 0.16),
+    "Qwen3_5Moe": (0.0075, 0.27),
+    "OlmoHybrid": (0.0075, 0.26),
+    "OlmoHybrid, rotary, beta up to 1": (0.0075, 0.17),
+    "KimiLinear": (0.018, 0.23),
+}
+"""Of bfloat16, at most twice what was seen: gradients of a router whose rows go to other experts (Granite: .17), of D
+and A (Zamba2: .24), of convolutions and what makes decays. Hugging Face's own bfloat16 is as far from the same float64:
+.17, .21, .32, .23, .25, .30, .06, .14 and .31."""
 
 
 @pytest.mark.soak
@@ -161,7 +179,8 @@ def test_loaded_or_moved_weights_and_changed_sources(family: str, dtype: torch.d
 @pytest.mark.parametrize(("family", "dtype"), of_families(paired(HYBRIDS, DTYPES, shift=1), DIFFERENT_HYBRIDS))
 def test_gradients_near_the_oracle(family: str, dtype: torch.dtype) -> None:
     sequences = SHORT if family.startswith(("NemotronH", "Zamba2")) else LONG
-    assert_near_the_oracle(family, dtype, sequences, TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype] if dtype is torch.float32 else WIDER.get(family, TOLERANCE[dtype])
+    assert_near_the_oracle(family, dtype, sequences, tolerance, same_experts=family in FOLLOWED)
 
 
 CHECKPOINTED = [

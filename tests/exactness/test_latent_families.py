@@ -22,7 +22,8 @@ from .test_layouts import checkpointing
 
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+NEAR = {torch.float32: 2.7e-7, torch.bfloat16: 0.01}
+"""Twice what was seen: 1.4e-7 and .0050."""
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(LATENTS[1:], DTYPES))
