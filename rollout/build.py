@@ -75,7 +75,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     """Load the model, or take the trainer's, bind it, test it where that is asked for, and size its memory."""
     _check_given(config, tokenizer)
     _check_threads(config.num_threads)
-    base = Base.of(model, config.revision)
+    base = Base.of(model, config.revision).resolved()
     if tokenizer is None:
         tokenizer = base.tokenizer()  # before the weights, which take longer to read
     loaded = load_model(base.model, replace(config, revision=base.revision))

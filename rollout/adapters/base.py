@@ -5,7 +5,7 @@ Invariant: a name of the hub is resolved once; the model of an adapter is loaded
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,16 @@ class Base:
             revision = own or None
         return cls(model, revision, adapter)
 
+    def resolved(self) -> Base:
+        """Return the same with the folder of a name of the hub, so that all that is read of it is of one commit.
+
+        Raises:
+            ModelLoadError: the name is not known, or not to be reached; or there is no such folder.
+        """
+        if not isinstance(self.model, str | Path):
+            return self
+        return replace(self, model=model_folder(self.model, self.revision), revision=None)
+
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer of the adapter's folder, or of the model's where it has none; None where neither has
         one, and for a module.
@@ -65,7 +75,7 @@ class Base:
         Raises:
             ModelLoadError: it can not be read.
         """
-        if isinstance(self.model, nn.Module):
+        if not isinstance(self.model, str | Path):
             return None
         model = model_folder(self.model, self.revision)
         return folder_tokenizer(model) if self.adapter is None else folder_tokenizer(self.adapter, model)

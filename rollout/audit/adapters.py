@@ -39,7 +39,7 @@ class TrainersAdapter:
 
     @classmethod
     def of(cls, base: nn.Module, folder: Path) -> TrainersAdapter:
-        """Put the adapter of a folder into a copy of a model.
+        """Put the adapter of a folder into a copy of a model, which is not bound yet.
 
         Raises:
             AdapterError: peft can not read it.
@@ -54,7 +54,7 @@ class TrainersAdapter:
         with layers_named(model, vision=vision):
             adapted: Any = PeftModel.from_pretrained(model, str(folder))
         merged = copy.deepcopy(adapted).merge_and_unload()
-        return cls(bind(adapted), bind(base), bind(merged), folder)
+        return cls(adapted, bind(base), bind(merged), folder)
 
     def rows(
         self, requests: tuple[list[list[int]], list[SamplingParams]], first: list[RequestOutput], config: RolloutConfig

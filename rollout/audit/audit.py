@@ -158,6 +158,8 @@ class _Unbound:
         samples = [Sample(prompt[:1], prompt[1:]) for prompt in prompts]
         try:
             return cls(samples, of_transformers(module, samples))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # boundary: code of the model, whose kernels may refuse sizes or need packages
             return cls(samples, [], f", which does not run here ({type(error).__name__})")
 

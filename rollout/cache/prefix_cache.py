@@ -239,7 +239,9 @@ class PrefixCache(Cache):
             lost is not None and self.policy.may_rebuild(lost, start) and self.leaders.leader(lost) is None
         )
         rebuilt = [lost] if lost is not None and entry.rebuilds_prompt else []
-        self.leaders.lead(entry.sequence, [*entry.chain.beyond(entry.num_passed), *rebuilt])
+        # A prompt that is scored may stand still until it is its turn: nobody waits for it.
+        coming = [] if entry.sequence.prompt_logprobs_wanted else entry.chain.beyond(entry.num_passed)
+        self.leaders.lead(entry.sequence, [*coming, *rebuilt])
 
     def _left_waiting(self, entry: CacheEntry) -> None:
         self.held.count_out(entry)

@@ -11,8 +11,9 @@ Invariants
 * Every running sequence that is decoding is in every plan; prefills take what is left of the budget, each as
   much as it can. So at most one of them is unfinished after a step, beside those whose chunk ended at the end of a
   prompt that is held again, and those that wait for their turn to be scored.
-* A step scores at most `max_scored` prompt tokens, whose logits have to be in memory: first come first served, and
-  prompts that are not scored pass by.
+* A step scores at most `max_scored` prompt tokens, whose logits have to be in memory, and one of each sequence that it
+  admits: what is admitted is computed in part in the same step. First come first served, and prompts that are not
+  scored pass by.
 * With prefix caching, one sample of a request computes the prompt, and the others wait behind it
   (`siblings`) until they take their first token from the same logits. The prompt is held for those that find no
   seat; it is given up before anybody is preempted, and only if no sample that has it runs.
@@ -232,7 +233,7 @@ class Scheduler:
                 continue
             if self.cache.admit(sequence, headroom=len(self.running)):
                 self._start(sequence)
-                budget -= self._plan_chunk(plan, sequence, budget)
+                budget -= self._plan_chunk(plan, sequence, budget, least_scored=1)
             elif self.running or not self.cache.held.free_one():
                 return
 
@@ -251,21 +252,22 @@ class Scheduler:
             self.waiting.promote(request)
         request.record("scheduled", sequence.sample_index)
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, *, least_scored: int = 0) -> int:
         """Plan as much of a prefill as the budget allows, wherever that ends; return the number of tokens planned."""
         start, total = sequence.num_computed, sequence.num_tokens
         length = self.cache.chunk_end(sequence, min(total, start + budget)) - start
         if sequence.prompt_logprobs_wanted:
-            length = self._scored_length(plan, sequence, length)
+            length = self._scored_length(plan, sequence, length, least_scored)
         if not length:
             return 0
         ends = start + length == total
         plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.schedule.siblings else ())
         return length
 
-    def _scored_length(self, plan: StepPlan, sequence: Sequence, length: int) -> int:
+    def _scored_length(self, plan: StepPlan, sequence: Sequence, length: int, least: int) -> int:
         """Return how much of a chunk of this length is planned, where the step has to score it; count what is."""
-        to_score, room = sequence.num_prompt_tokens - 1 - sequence.num_computed, self.max_scored - plan.num_scored
+        to_score = sequence.num_prompt_tokens - 1 - sequence.num_computed
+        room = max(self.max_scored - plan.num_scored, least)
         length = min(length, room) if room < to_score else length
         plan.num_scored += min(length, to_score)
         return length

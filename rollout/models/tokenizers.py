@@ -38,7 +38,7 @@ def folder_tokenizer(*folders: Path) -> PreTrainedTokenizerBase | None:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ModelLoadError(
-            f"the tokenizer of {found} can not be read ({type(error).__name__}: {reason}); a worker takes another one "
-            "as tokenizer=..."
+            f"the tokenizer of {found} can not be read ({type(error).__name__}: {reason}); RolloutWorker takes "
+            "another one as tokenizer=..."
         ) from error
     return tokenizer

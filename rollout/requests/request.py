@@ -358,6 +358,8 @@ class Sequence:
         """Wait again: the tokens stay, their KV is gone."""
         self.kv = KVHistory(spans_before=self.kv_spans, num_cached_tokens=self.kv.num_cached_tokens or 0)
         self.num_computed = 0
+        if self.prompt_scores is not None and not self.num_new_tokens:
+            self.prompt_scores.wanted = self.num_prompt_tokens > 1  # again: those of before may be of other weights
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
         """End the sample, for this reason."""

@@ -39,6 +39,9 @@ _WORD = 0xFFFFFFFF
 _PART = 128
 """Tokens of the vocabulary, whose likeliest is looked at first."""
 
+_MOST_PLACES = 1 << 24
+"""So many tokens of all rows are put in order at once, as numbers of eight bytes."""
+
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
 again."""
@@ -251,7 +254,9 @@ def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.
     Of those that are equally likely the lower ids come first, and stay.
     """
     scores = log_softmax(logits, temperatures)
-    best = _largest(scores, min(count, scores.shape[1]))
+    count = min(count, scores.shape[1])
+    at_once = max(1, _MOST_PLACES // (_PART * (count + 1)))
+    best = torch.cat([_largest(rows, count) for rows in scores.split(at_once)])
     own = scores.gather(1, tokens[:, None])[:, 0]
     on_host = (part.tolist() for part in (best, scores.gather(1, best), tokens, own))
     rows: TopLogprobs = []

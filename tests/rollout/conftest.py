@@ -164,7 +164,7 @@ class FakeRunner:
                 assert sample.token_ids[: sample.num_tokens].tolist() == known[: sample.num_tokens]
                 tokens.append(fake_token(known, sample.sample_index, self.salt))
                 finite.append(sequence.request.request_id not in self.nan_ids)
-        assert plan.num_scored == sum(len(score.logprobs) for score in scores) <= self.most_scored()
+        assert plan.num_scored == sum(len(score.logprobs) for score in scores) <= self.most_scored() + len(plan.items)
         ids = np.array(tokens, np.int64)
         return StepResult(
             ids,

@@ -59,12 +59,44 @@ def test_a_step_scores_no_more_prompt_tokens_than_it_may_and_other_prompts_pass_
     while engine.has_work:
         ended += engine.step()
     assert engine.runner.plans == [
-        [("a", 0, 0, 5), ("c", 0, 0, 7)],
+        [("a", 0, 0, 5), ("b", 0, 0, 1), ("c", 0, 0, 7)],
         [("c", 0, 7, 1), ("a", 0, 5, 5)],
-        [("a", 0, 10, 2), ("b", 0, 0, 4)],
+        [("a", 0, 10, 2), ("b", 0, 1, 3)],
     ]
     found = {request.request_id: request_output(request, None).prompt_logprobs for request in ended}
     assert [found["a"], found["b"]] == [[None, *(-float(token) for token in prompt[1:])] for prompt in scored]
+
+
+def test_a_scored_prompt_that_finds_no_room_is_of_the_weights_that_its_cached_tokens_are_of(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    engine = make_engine()
+    engine.scheduler.max_scored = 5
+    cached = list(range(20, 32))
+    engine.add(make_request("warm", cached, max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    engine.add(make_request("first", list(range(12)), max_tokens=1, prompt_logprobs=0))
+    second = make_request("second", cached, max_tokens=3, prompt_logprobs=0)
+    engine.add(second)
+    engine.step()
+    assert second.sequences[0].kv.version == 0
+    engine.weights_changed(1)
+    while engine.has_work:
+        engine.step()
+    assert second.sequences[0].context_spans == [(0, 3, 0)]
+
+
+def test_a_prompt_that_is_not_scored_waits_for_none_that_is(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    engine = make_engine()
+    engine.scheduler.max_scored = 1
+    prompt = list(range(17))
+    engine.add(make_request("scored", prompt, max_tokens=1, prompt_logprobs=0))
+    engine.add(make_request("plain", prompt, max_tokens=1))
+    assert "plain" in [request.request_id for _ in range(2) for request in engine.step()]
+
 
 
 @pytest.mark.parametrize(("vocab_size", "count"), [(151_936, 220), (1 << 30, 1)])
