@@ -134,7 +134,7 @@ class AsyncWorker:
         return self._loaded
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run what may wait where it does not hold up the event loop; at most `MOST_COMMANDS` at once."""
+        """Run what may wait where it does not hold up the event loop; `MOST_COMMANDS` are waited for at once."""
         async with self._turns:
             return await asyncio.wrap_future(started(call))
 

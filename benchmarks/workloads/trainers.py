@@ -30,7 +30,7 @@ def hugging_face(model: PreTrainedModel, micro_batch: int) -> Scorer:
 
 
 def trl(model: PreTrainedModel, micro_batch: int) -> Scorer:
-    """Score as TRL's GRPO does with `bf16=True` or, if the module is in float32, `bf16=False`.
+    """Score as TRL's GRPO does a module in bfloat16 with `bf16=True` or, if the module is in float32, `bf16=False`.
 
     That is the module's hidden states through the head that TRL puts on it: logits in the module's dtype, their
     log-softmax in float32. The module keeps that head.

@@ -184,6 +184,25 @@ class BoundModules:
                 )
 
 
+def check_residual_is_not_cast(layers: Iterable[nn.Module]) -> None:
+    """Refuse layers that FSDP2 lets round what goes from one to the next, of a model whose residual stream is float32.
+
+    Raises:
+        BindingError: one does, with its policy.
+    """
+    parts: list[object] = [part for layer in layers for part in (layer, unwrapped(layer))]
+    for module in parts:
+        if not isinstance(module, FSDPModule):
+            continue
+        policy = module._get_fsdp_state()._mp_policy
+        taken = policy.param_dtype if policy.cast_forward_inputs else None
+        if {taken, policy.output_dtype} - {None, torch.float32}:
+            raise BindingError(
+                f"the residual stream of this model is float32, and {_name(type(module))} is sharded with {policy}, "
+                "which rounds it: allowed is cast_forward_inputs=False with output_dtype None or torch.float32"
+            )
+
+
 def check_not_compiled(model: nn.Module) -> None:
     """Refuse what would run the modules through torch.compile.
 
@@ -225,7 +244,7 @@ def _factors(module: nn.Module) -> dict[str, float]:
 
 def unwrapped(module: nn.Module | None) -> nn.Module | None:
     """Return what the wrapper of gradient checkpointing holds, which computes nothing else."""
-    while type(module) is CheckpointWrapper:
+    while isinstance(module, CheckpointWrapper):  # fully_shard makes a class of its own of it
         module = module._checkpoint_wrapped_module
     return module
 

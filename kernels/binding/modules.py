@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from samebit.kernels.binding.bound_record import check_residual_is_not_cast
 from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
@@ -71,6 +72,7 @@ class DecoderFacts:
         wrapped: it may be wrapped with vision.
         pre_norm: it is of layers that `layers.decoder` runs.
         adapters: those that peft has put into it; None without any.
+        float32_residual: what goes from layer to layer is float32, whatever the weights are.
     """
 
     attends: bool
@@ -78,6 +80,7 @@ class DecoderFacts:
     wrapped: bool
     pre_norm: bool = False
     adapters: PeftAdapters | None = None
+    float32_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,8 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
         )
     facts: DecoderFacts = self.samebit
+    if facts.float32_residual:
+        check_residual_is_not_cast([*self.layers, self.norm_f])
     positions = context.positions.view(ids.shape)
     plain = facts.pre_norm and facts.adapters is None and not (args or casts or ids.is_cuda)
     if plain and runs_plainly(self, context, kwargs):

@@ -93,6 +93,7 @@ class Plan:
         facts = bound.DecoderFacts(
             self.kv_layout().num_layers > 0, self.state_layout() is not None and self.family.masks_by_layer,
             self.family.wrapped, self.exact and self.family.layers.pre_norm, adapters,
+            any(vars(module).get("residual_in_fp32", False) for module in model.modules()),
         )  # fmt: skip
         decoders = [module for module in model.modules() if self._is_decoder(module)]
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]

@@ -34,13 +34,13 @@ class WorkerAdapters:
         self._weights = weights
         self._links = links
         self._mutex = threading.Lock()
-        self._turns: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
 
     def load(self, name: str, source: object, asked: AdapterOptions) -> SyncReport:
         """Read an adapter in, and let requests from now on find it under this name."""
         self._thread.check_thread()
         turn = self._turn(self.registry.check_free(name))
-        with turn.lock:
+        with turn:
             self._thread.status.check_usable()
             before = self.registry.loaded(name)
             with self._links.in_use(source):
@@ -50,10 +50,10 @@ class WorkerAdapters:
             self._abort_requests_of(before.adapter)
         return report
 
-    def _turn(self, name: str) -> _Turn:
+    def _turn(self, name: str) -> threading.RLock:
         """Return the turn of the loads under this name, which lasts as long as one of them has it."""
         with self._mutex:
-            return self._turns.setdefault(name, _Turn())
+            return self._turns.setdefault(name, threading.RLock())
 
     def drop(self, name: str, in_flight: str) -> None:
         """Forget a loaded adapter."""
@@ -66,10 +66,3 @@ class WorkerAdapters:
 
     def _abort_requests_of(self, adapter: Adapter) -> None:
         self._thread.run(lambda _: self._thread.abort_where(lambda request: request.adapter is adapter))
-
-
-class _Turn:
-    """Holds the lock of the loads under one name."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""A bound model under DistributedDataParallel, with gloo."""
+"""A bound model under DistributedDataParallel, or in units of FSDP2, with gloo."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from samebit.kernels import token_logprobs
+from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from ..forked import run_ranks
@@ -54,3 +55,31 @@ def test_a_worker_takes_the_model_that_replicas_hold() -> None:
         sample = worker.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].samples[0]
     scores = token_logprobs(replicas, torch.tensor([[5, 6, 7, *sample.token_ids]]))
     assert scores[0, 2:].tolist() == list(sample.logprobs)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("policy", "rounds"),
+    [
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), True),
+        (MixedPrecisionPolicy(output_dtype=torch.bfloat16), True),
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False), False),
+        (MixedPrecisionPolicy(), False),
+    ],
+)
+def test_units_that_round_a_residual_stream_of_float32_are_refused(policy: MixedPrecisionPolicy, rounds: bool) -> None:
+    """Mamba2's, whose log-probabilities would be neither those of a bfloat16 model nor those of a float32 one."""
+    dtype = torch.float32 if policy.param_dtype is None else torch.bfloat16
+    whole = bind(make_model("Mamba2").to(dtype))
+    expected = token_logprobs(whole, IDS)
+    model = bind(make_model("Mamba2"))
+    for layer in model.backbone.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=policy.param_dtype))
+    if rounds:
+        with pytest.raises(
+            BindingError, match=r"stream of this model is float32, and \w+ is sharded with Mixed.*rounds"
+        ):
+            token_logprobs(model, IDS)
+    else:
+        assert torch.equal(token_logprobs(model, IDS), expected)

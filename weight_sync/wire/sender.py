@@ -29,7 +29,7 @@ from samebit.weight_sync.wire.buckets import ALIGN, Ending, Writer
 from samebit.weight_sync.wire.delta import DeltaEncoder
 from samebit.weight_sync.wire.link import Announcement, Base, Outcome, SenderLink, SyncRefusedError
 from samebit.weight_sync.wire.sharded import Sharded
-from samebit.weight_sync.wire.stream import WeightStream
+from samebit.weight_sync.wire.stream import WeightStream, exhaust_after_error
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class WeightSender(Closing):
         """
         stream = _as_stream(weights, dtype)
         if why := self._why_not(delta):
-            _exhaust(stream)
+            exhaust_after_error(stream)
             raise ValueError(why)
         try:
             return self._send(stream, delta)
         except BaseException:
             self._base.known = None
-            _exhaust(stream)
+            exhaust_after_error(stream)
             raise
 
     def close(self) -> None:
@@ -240,21 +240,9 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
     if not isinstance(weights, WeightStream):
         raise TypeError(f"weights are a module, a dict of tensors or a WeightStream, not a {type(weights).__name__}")
     if dtype is not None:
-        _exhaust(weights)
+        exhaust_after_error(weights)
         raise ValueError("dtype= casts a module or a dict; a WeightStream gives its tensors as it announced them")
     return weights
-
-
-def _exhaust(stream: WeightStream) -> None:
-    """Exhaust a stream after an error.
-
-    Boundary: the iterator is the caller's own code. What it raises here is only logged, since the caller gets the error
-    that ended the sync, which often came from the iterator itself.
-    """
-    try:
-        stream.exhaust()
-    except Exception:
-        logger.warning("the rest of the weights could not be gathered either", exc_info=True)
 
 
 def _indexed(stream: WeightStream) -> Iterator[tuple[int, str, Tensor | Sharded]]:

@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, liv
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.source import check_readable, checked_dict
 from samebit.weight_sync.wire.sharded import Sharded, in_parts
+
+logger = logging.getLogger(__name__)
 
 
 class WeightStream:
@@ -94,6 +97,18 @@ class WeightStream:
             weight = _gathered(given)
             if isinstance(weight, Sharded):
                 weight.exhaust()
+
+
+def exhaust_after_error(stream: WeightStream) -> None:
+    """Exhaust a stream after an error, so that other ranks, which gather the same tensors, do not wait.
+
+    Boundary: the iterator is the caller's own code. What it raises here is only logged, since the caller gets the error
+    that ended the sync, which often came from the iterator itself.
+    """
+    try:
+        stream.exhaust()
+    except Exception:
+        logger.warning("the rest of the weights could not be gathered either", exc_info=True)
 
 
 def _of_text(module: nn.Module) -> dict[str, Tensor]:

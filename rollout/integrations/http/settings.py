@@ -216,7 +216,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         given = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:  # its text quotes the line, in which a secret may stand
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"the settings in {path} are not YAML{where}") from None
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the settings in {path} can not be read: {' '.join(str(error).split())}") from error
     if given is None:
         return {}

@@ -98,7 +98,6 @@ def test_a_prompt_that_is_not_scored_waits_for_none_that_is(
     assert "plain" in [request.request_id for _ in range(2) for request in engine.step()]
 
 
-
 @pytest.mark.parametrize(("vocab_size", "count"), [(151_936, 220), (1 << 30, 1)])
 def test_the_logits_of_the_prompt_tokens_of_a_step_have_a_limit(vocab_size: int, count: int) -> None:
     assert most_scored(vocab_size) == count

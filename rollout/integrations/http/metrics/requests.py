@@ -119,7 +119,7 @@ class RequestMetrics:
         self._times.between.observe(seconds)
 
     def observe(self, handle: ServedHandle, n: int) -> None:
-        """Observe a request of `n` samples that has left the server."""
+        """Observe a request of `n` samples that has left the server; where its client left first, all are aborted."""
         if not handle.done:
             self._success.labels(*self._labels, "abort").inc(n)
             return
