@@ -180,7 +180,9 @@ class HuggingFaceWorker:
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Return the part of the parameters that is passed on."""
+    """Return the part of the parameters that is passed on, and the seed, which `generate` does not take: servers that
+    begin behind the first step give one.
+    """
     return SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -188,6 +190,7 @@ def _plain(params: SamplingParams) -> SamplingParams:
         max_tokens=params.max_tokens,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        seed=params.seed,
     )
 
 

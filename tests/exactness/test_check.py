@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from samebit.kernels import bind
+from samebit.kernels.binding.binding import is_bound
 from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.binding.trainer import logprob_head as scored_head
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
@@ -197,8 +198,14 @@ def test_the_adapter_of_a_folder(
     model.save_pretrained(tmp_path / "adapter")
     leave_out(monkeypatch, "prefix_cache", "temperatures", "layouts")
     monkeypatch.setattr(check._Check, "schedules", _one_schedule)
+    unbound: list[bool] = []
+    scored = check.of_transformers
+    monkeypatch.setattr(
+        check, "of_transformers", lambda *given: unbound.append(not is_bound(given[0])) or scored(*given)
+    )
     arguments = ["check", str(tmp_path / "adapter"), "--json", "--tokens", "6"]
     assert cli.main(arguments) == 0
+    assert unbound == [True]
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     merged = rows["adapter: merged, which is another policy"]
     assert merged["promised"] is False
@@ -235,7 +242,7 @@ def test_another_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_another_grid_of_states(tmp_path: Path) -> None:
     make_model("GraniteMoeHybrid, experts", torch.bfloat16).save_pretrained(tmp_path)
     rows = list(check.check_model(tmp_path, new_tokens=8, ssm_chunk=16))
-    assert [row.name for row in rows if row.differing or not row.tokens] == []
+    assert [row.name for row in rows if row.promised and (row.differing or not row.tokens)] == []
     names = [row.name for row in rows]
     assert "states: hits on and off the grids" in names
     assert "routing: pairs that differ, cold and warm" in names
@@ -273,7 +280,7 @@ def test_the_tokens_that_are_asked_for_are_sampled(folder: str, monkeypatch: pyt
     leave_out(monkeypatch, "temperatures", "prefix_cache", "layouts", "weights")
     monkeypatch.setattr(check, "check_gemm_rows", lambda model: (1, 0, 0.0))
     for tokens in (160, 33, 1, None):
-        assert len(list(check.check_model(folder, new_tokens=tokens))) == 2
+        assert len(list(check.check_model(folder, new_tokens=tokens))) == 3
     assert seen == [160, 33, 1, 32]
     assert check._new_tokens(None, 40) == 20, "a short model gets fewer, of what nobody asked for"
 

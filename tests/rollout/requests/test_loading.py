@@ -178,7 +178,7 @@ def test_end_tokens_outside_the_vocabulary(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), tiny().model, 3, None])
 def test_other_objects_are_no_model(wrong: object) -> None:
     with pytest.raises(ModelLoadError, match=f"got {type(wrong).__name__}"):
-        load_model(wrong, DEFAULT)
+        RolloutWorker(wrong)
 
 
 def test_a_model_on_two_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,8 @@ def test_the_largest_step_scores_as_many_prompt_tokens_as_a_step_may(monkeypatch
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(step_plan, "SCORED_BYTES", 5 * 4 * 50)
-    model, rows = bind(smallest()), []
+    model = bind(smallest())
+    rows: list[int] = []
     model.lm_head.register_forward_hook(lambda head, given, out: rows.append(out.shape[-2]))
     for num_tokens in (20, 6):
         assert cuda_pool_size._step_bytes(model, num_tokens, 3, torch.device("cpu")) == 7

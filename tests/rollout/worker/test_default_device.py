@@ -78,6 +78,7 @@ def test_weights_are_read_and_written_on_the_host(copied: None) -> None:
         memory.free(keep_copy=True)
         assert memory.restore()
         frames = broadcast._frames([], 1024)
-        made = [_of_mxfp4(blocks, scales), _of_fp8(before, torch.ones(1, 1, device="cpu"), rows=5, columns=3), *frames]
+        of_fp8 = _of_fp8(before, torch.ones(1, 1, device="cpu"), rows=5, columns=3, dtype=torch.bfloat16)
+        made = [_of_mxfp4(blocks, scales), of_fp8, *frames]
     assert torch.equal(module.weight, before)
     assert {str(one.device) for one in made} == {"cpu"}

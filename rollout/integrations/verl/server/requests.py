@@ -30,7 +30,7 @@ def sampling_params(
     *,
     room: int,
     eos: tuple[int, ...],
-    seed: int | None,
+    seed: int | None = None,
 ) -> SamplingParams:
     """Translate what an agent loop asks for.
 
