@@ -150,7 +150,8 @@ def main() -> None:
         metrics = figures(PARTS[name], rounds, sizes, run.calibration)
         steady = sum(is_steady(one, run.calibration) for one in rounds)
         about = results_file.describe(
-            workload=vars(sizes), vllm_threads=args.vllm_threads, rounds=len(rounds), rounds_steady=steady,
+            workload=vars(sizes), vllm_threads=args.vllm_threads,
+            vllm_preloads=[Path(one).name for one in vllm.preloads()], rounds=len(rounds), rounds_steady=steady,
             seconds=[one.seconds for one in rounds],
         )  # fmt: skip
         kept_parts.add(name, about, metrics)

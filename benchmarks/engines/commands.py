@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 VLLM_THREADS = ("all", "auto", "in-process")
 SERVER_THREADS = ("auto", "all")
 """How servers use the cores: "auto", vLLM's own default, keeps one free for all that does not compute."""
+_ALLOCATORS = ("tcmalloc_minimal", "tcmalloc")
 _ENGINES = "samebit.benchmarks.engines"
 _VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS")
@@ -61,8 +63,8 @@ class Vllm:
     """Says where vLLM is installed and how it uses the cores.
 
     threads: "all" binds a thread to each core; "auto" is its own default, which keeps one core free for its
-        scheduler; "in-process" runs scheduler and model in one process, with a thread on each core. Each with the
-        OpenMP runtime that it asks for, preloaded.
+        scheduler; "in-process" runs scheduler and model in one process, with a thread on each core. Each with what it
+        asks for preloaded.
     """
 
     python: Path = VLLM_PYTHON
@@ -72,6 +74,12 @@ class Vllm:
         """Raise FileNotFoundError unless its environment is there."""
         if not self.python.exists():
             raise FileNotFoundError(f"no vLLM at {self.python}: `make bench-vllm` sets its environment up")
+
+    def preloads(self) -> list[str]:
+        """Return the libraries that it asks to have preloaded, as far as they are installed."""
+        openmp = self.python.absolute().parent.parent / "lib" / "libiomp5.so"
+        allocators = filter(None, map(find_library, _ALLOCATORS))
+        return [*([str(openmp)] if openmp.exists() else []), *list(allocators)[:1]]
 
     def command(self, model: Model, step_tokens: int | None = None, kv_gb: float = 2.0) -> Command:
         args = ("-m", f"{_ENGINES}.vllm_engine", *model.limited(step_tokens), "--kv-gb", str(kv_gb))
@@ -107,10 +115,9 @@ class Vllm:
             },
         }[self.threads]
         python = self.python.absolute()  # processes start in folders of their own
-        openmp = python.parent.parent / "lib" / "libiomp5.so"
         environment = {**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        if openmp.exists():
-            environment["LD_PRELOAD"] = str(openmp)
+        if preloads := self.preloads():
+            environment["LD_PRELOAD"] = ":".join(preloads)
         return Command(python, args, environment, _OF_OPENMP)
 
 

@@ -5,7 +5,7 @@ the same and no cache has seen them; what is sampled differs, and with it the la
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,7 @@ class Sizes:
         """Return the tokens that the work of this name samples."""
         return {
             "groups": self.prompts * self.samples * self.new_tokens,
+            "groups257": self.prompts * self.samples * self.new_tokens,
             "shared": self.requests * self.new_tokens,
             "turns": self.conversations * self.turns * self.turn_output,
         }[name]
@@ -61,6 +62,12 @@ def groups(sizes: Sizes) -> Work:
         return engine.run(Job(prompts, sizes.samples, sizes.new_tokens, logprobs, fresh=True)).seconds
 
     return run
+
+
+def groups257(sizes: Sizes) -> Work:
+    """Ask for the same of prompts of 257 tokens: a sample can take two whole blocks of 128 tokens, vLLM's on a CPU,
+    from the one before it, and of 256 tokens one only, since a token is left to be computed."""
+    return groups(replace(sizes, prompt_tokens=257))
 
 
 def shared(sizes: Sizes) -> Work:
@@ -92,4 +99,4 @@ def turns(sizes: Sizes) -> Work:
     return run
 
 
-WORK: dict[str, Callable[[Sizes], Work]] = {"groups": groups, "shared": shared, "turns": turns}
+WORK: dict[str, Callable[[Sizes], Work]] = {"groups": groups, "groups257": groups257, "shared": shared, "turns": turns}
