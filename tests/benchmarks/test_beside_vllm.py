@@ -224,13 +224,18 @@ def test_vllm_is_found_by_a_path_from_the_folder_of_the_call(
         assert engine is not None
 
 
-def test_vllm_gets_the_openmp_that_it_asks_for(tmp_path: Path, model: commands.Model) -> None:
+@pytest.mark.parametrize("allocator", ["tcmalloc_minimal", "tcmalloc", None])
+def test_vllm_gets_the_libraries_that_it_asks_for(
+    tmp_path: Path, model: commands.Model, allocator: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "find_library", lambda name: f"lib{name}.so.4" if name == allocator else None)
     python = tmp_path / "bin" / "python"
     for path in (python, tmp_path / "lib" / "libiomp5.so"):
         path.parent.mkdir(exist_ok=True)
         path.touch()
     bound = commands.Vllm(python).command(model, step_tokens=96)
-    assert bound.environment["LD_PRELOAD"] == str(tmp_path / "lib" / "libiomp5.so")
+    openmp = str(tmp_path / "lib" / "libiomp5.so")
+    assert bound.environment["LD_PRELOAD"] == (f"{openmp}:lib{allocator}.so.4" if allocator else openmp)
     assert bound.environment["VLLM_CPU_OMP_THREADS_BIND"]
     assert "OMP_NUM_THREADS" not in bound.variables()
     assert bound.args[-4:] == ("--step-tokens", "96", "--kv-gb", "2.0")
