@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Gate = SimpleQueue[object]
@@ -94,6 +94,30 @@ class _Leaving:
     trace: TracebackType | None
 
 
+class _Statement(Generic[T]):
+    """Stands for one `with` statement: what passes between its caller and the clerk.
+
+    caller: the thread inside of it, if it has a clerk. inside: its block has begun.
+    """
+
+    def __init__(self) -> None:
+        self.gate: Gate = SimpleQueue()
+        self.entered: _Report[T] = _Report()
+        self.ended: _Report[None] = _Report()
+        self.in_place: AbstractContextManager[T] | None = None
+        self.caller = 0
+        self.inside = False
+        self._leave: weakref.ref[Callable[..., None]] | None = None
+
+    def watch(self, leave: Callable[..., None]) -> None:
+        """Let the clerk know when Python drops `leave`, the `__exit__` of the statement."""
+        self._leave = weakref.ref(leave, self.gate.put)
+
+    @property
+    def alive(self) -> bool:
+        return self._leave is None or self._leave() is not None
+
+
 class _Exit:
     """Gives `Hold` its `__exit__`, made anew for each `with` statement, which alone holds it.
 
@@ -103,13 +127,17 @@ class _Exit:
     def __get__(self, hold: Hold[T] | None, owner: type[Hold[T]]) -> Callable[..., None]:
         if hold is None:
             return owner.leave
-        leave = partial(owner.leave, hold)
-        hold.watch(leave)
+        statement = _Statement[T]()
+        leave = partial(owner.leave, hold, statement=statement)
+        statement.watch(leave)
+        hold.begin(statement)
         return leave
 
 
 class Hold(Generic[T]):
     """Runs a `with` block in the caller's thread, inside a context manager that the clerk enters and leaves.
+
+    Any number of statements may use it, but none inside another.
 
     make: the context manager; given the gate at which it waits. prepare: called first in the clerk's thread. announce:
     called first in the caller's; may raise. conclude: called there when the block is over, before what ends it.
@@ -128,61 +156,70 @@ class Hold(Generic[T]):
         self._prepare = prepare
         self._announce = announce
         self._conclude = conclude
-        self._gate: Gate = SimpleQueue()
-        self._entered: _Report[T] = _Report()
-        self._ended: _Report[None] = _Report()
-        self._in_place: AbstractContextManager[T] | None = None
-        self._statement: weakref.ref[Callable[..., None]] | None = None
-        self._caller = 0
-        self._inside = False
+        self._begun: dict[int, _Statement[T]] = {}
+        self._open: _Statement[T] | None = None
 
     def __enter__(self) -> T:
+        statement = self._take_begun()
         self._announce(self)
-        if not in_main_thread() or not self._has_clerk():
-            self._in_place = self._make(self._gate)
-            return self._in_place.__enter__()
+        if not in_main_thread() or not self._has_clerk(statement):
+            statement.in_place = self._make(statement.gate)
+            return self._entered(statement, statement.in_place.__enter__())
         try:
-            self._entered.wait()
+            statement.entered.wait()
         except BaseException:
-            self._gate.put(_LEFT)
-            self._entered.wait()  # for what has begun; who interrupts again does not wait for that
+            statement.gate.put(_LEFT)
+            statement.entered.wait()  # for what has begun; who interrupts again does not wait for that
             raise
-        value = self._entered.get()
-        self._caller = threading.get_ident()
-        self._inside = True
+        value = statement.entered.get()
+        statement.caller = threading.get_ident()
+        return self._entered(statement, value)
+
+    def _entered(self, statement: _Statement[T], value: T) -> T:
+        """Note that the block of a statement has begun."""
+        self._open = statement
+        statement.inside = True
         return value
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the block; raises what its end raises."""
+    def begin(self, statement: _Statement[T]) -> None:
+        """Note the statement that the calling thread is about to enter."""
+        self._begun[threading.get_ident()] = statement
+
+    def leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        statement: _Statement[T] | None = None,
+    ) -> None:
+        """End the block of a statement; raises what its end raises.
+
+        Whoever calls `__exit__` outside of a statement means the block that was entered last.
+        """
+        if statement is None or not statement.inside:
+            statement = self._open
+        if statement is None:
+            raise RuntimeError("this block was left before it was entered")
         try:
             self._conclude()
         except BaseException as own:  # then the block has failed, whatever it did
             if error is None:
                 kind, error, trace = type(own), own, own.__traceback__
-            self._end(kind, error, trace)
+            _end(statement, _Leaving(kind, error, trace))
             raise
-        self._end(kind, error, trace)
-
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._in_place is not None:
-            self._in_place.__exit__(kind, error, trace)
-            return
-        self._gate.put(_Leaving(kind, error, trace))
-        self._caller = 0
-        self._ended.wait()
-        self._ended.get()
-
-    def watch(self, leave: Callable[..., None]) -> None:
-        """Let the clerk know when Python drops `leave`, the `__exit__` of the statement."""
-        self._statement = weakref.ref(leave, self._gate.put)
+        _end(statement, _Leaving(kind, error, trace))
 
     @property
     def open_here(self) -> bool:
         """Return whether the calling thread is inside the block, which the clerk holds for it."""
-        alive = self._statement is None or self._statement() is not None
-        return self._caller == threading.get_ident() and alive
+        return self._open is not None and self._open.caller == threading.get_ident() and self._open.alive
 
-    def _has_clerk(self) -> bool:
+    def _take_begun(self) -> _Statement[T]:
+        """Return the statement that was begun here. `ExitStack` begins none: it asks the class for `__exit__`."""
+        begun = self._begun.pop(threading.get_ident(), None)
+        return begun if begun is not None and begun.alive else _Statement()
+
+    def _has_clerk(self, statement: _Statement[T]) -> bool:
         """Start the clerk; tell whether there could be one.
 
         `Thread.is_alive` of the main thread does not tell whether the interpreter ends: an interrupt within it makes
@@ -191,32 +228,45 @@ class Hold(Generic[T]):
         if sys.is_finalizing():  # before 3.12 one would be started, and never run
             return False
         try:
-            start_new_thread(self._serve, ())
+            start_new_thread(self._serve, (statement,))
         except RuntimeError as error:
             if "new thread" not in str(error):
                 raise  # by a signal handler, and the clerk has begun
             return False
         return True
 
-    def _serve(self) -> None:
+    def _serve(self, statement: _Statement[T]) -> None:
         """Enter and leave for the caller, as the clerk."""
         try:
             self._prepare()
-            inner = self._make(self._gate)
-            self._entered.give(inner.__enter__())
+            inner = self._make(statement.gate)
+            statement.entered.give(inner.__enter__())
         except BaseException as error:
-            self._entered.fail(error)
+            statement.entered.fail(error)
             return
-        left = self._how_it_was_left(self._gate.get())
+        left = _how_it_was_left(statement)
         try:
             inner.__exit__(left.kind, left.error, left.trace)
         except BaseException as error:
-            self._ended.fail(error)
+            statement.ended.fail(error)
         else:
-            self._ended.give(None)
+            statement.ended.give(None)
 
-    def _how_it_was_left(self, word: object) -> _Leaving:
-        if isinstance(word, _Leaving):
-            return word
-        error = KeyboardInterrupt("interrupted at the end of the block") if self._inside else CallerLeftError()
-        return _Leaving(type(error), error, None)
+
+def _end(statement: _Statement[Any], left: _Leaving) -> None:
+    if statement.in_place is not None:
+        statement.in_place.__exit__(left.kind, left.error, left.trace)
+        return
+    statement.gate.put(left)
+    statement.caller = 0
+    statement.ended.wait()
+    statement.ended.get()
+
+
+def _how_it_was_left(statement: _Statement[Any]) -> _Leaving:
+    """Wait until the block is over; say how it ended."""
+    word = statement.gate.get()
+    if isinstance(word, _Leaving):
+        return word
+    error = KeyboardInterrupt("interrupted at the end of the block") if statement.inside else CallerLeftError()
+    return _Leaving(type(error), error, None)

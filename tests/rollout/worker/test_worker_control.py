@@ -6,6 +6,8 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -51,6 +53,12 @@ def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[ob
     thread = threading.Thread(target=work)
     thread.start()
     return thread, outcome
+
+
+def result_in_background(call: Callable[[], object]) -> object:
+    """Run a call in a thread that no signal handler runs in; raise what it raises."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(call).result(HANG)
 
 
 def open_gate(runner: Any) -> None:
@@ -159,6 +167,73 @@ def test_worker_calls_inside_the_block_raise_instead_of_hanging(make_worker: Mak
         assert worker.stats()["weight_version"] == 0
     assert worker.weight_version == 1
     assert handle.result(HANG).samples[0].finish_reason == "length"
+
+
+def test_a_block_can_be_entered_again_once_it_is_over(make_worker: MakeWorker) -> None:
+    """In any thread, with requests in flight, with and without a `with`; an error is one of its own block only."""
+    worker, runner = make_worker(shared=True)
+    handle = start_long_request(worker, runner)
+    open_gate(runner)
+    block = worker.weight_update()
+
+    def train() -> int:
+        with block as update, torch.no_grad():
+            worker.module.proj.bias.add_(1)
+            with pytest.raises(WorkerStateError, match="inside weight_update"):
+                worker.submit([1], FEW)
+        version: int = update.report.version
+        return version
+
+    assert [train(), train()] == [1, 2]
+    assert result_in_background(train) == 3
+    with ExitStack() as stack:
+        stack.enter_context(block)
+    assert [worker.weight_version, train()] == [4, 5]
+    block.__enter__()
+    result_in_background(lambda: block.__exit__(None, None, None))
+    assert [worker.weight_version, train()] == [6, 7]
+    assert handle.result(HANG).samples[0].finish_reason == "length"
+    with pytest.raises(ZeroDivisionError), block:
+        raise ZeroDivisionError
+    worker.load_state_dict(weights_of(worker))
+    assert [worker.weight_version, train()] == [8, 9]
+
+
+@pytest.mark.parametrize("call", [lambda act: act(), result_in_background])
+def test_a_block_inside_itself_is_refused_and_the_outer_one_goes_on(
+    make_worker: MakeWorker, call: Callable[[Callable[[], None]], None]
+) -> None:
+    worker, _ = make_worker(shared=True)
+    block = worker.weight_update()
+
+    def nest() -> None:
+        with block as update:
+            with pytest.raises(WorkerStateError, match="inside weight_update"), block:
+                pass
+            with pytest.raises(WorkerStateError, match="inside weight_update"):
+                worker.submit([1], FEW)
+        assert update.report.version == 1
+
+    call(nest)
+    assert worker.generate([[1]], FEW)[0].samples[0].weight_versions == [(0, 5, 1)]
+
+
+def test_threads_that_share_a_block_take_turns(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker(shared=True)
+    block = worker.weight_update()
+
+    def train() -> int:
+        with block as update:
+            pass
+        version: int = update.report.version
+        return version
+
+    with block:
+        others = [in_background(train) for _ in range(2)]
+        wait_until(lambda: num_waiting(worker) == 2)
+    for thread, _ in others:
+        thread.join(HANG)
+    assert sorted(outcome[0] for _, outcome in others) == [2, 3]
 
 
 def test_an_exception_in_the_block_leaves_the_weights_incomplete(make_worker: MakeWorker) -> None:
