@@ -217,22 +217,23 @@ class RolloutWorker(Closing):
             return self._accept_in_place(asked)
         self._thread.check_thread()
         self._status.check_usable()
+        version = self.weight_version if self._status.incomplete is None else None
 
         def write(update: PreparedUpdate, gate: Gate) -> SyncReport:
-            with transaction(self._member, asked.version, asked.in_flight, gate) as written:
+            with transaction(self._member, asked.version, asked.in_flight, gate, update.base_version) as written:
                 report = self._weights.write(update, written.version, verify=asked.verify)
                 written.complete = not asked.partial
             return report
 
         def read_and_write(gate: Gate) -> SyncReport:
-            with self._weights.open(source, asked.terms, version=self.weight_version) as update:
+            with self._weights.open(source, asked.terms, version=version) as update:
                 return write(update, gate)
 
         if not isinstance(source, ReceiverLink):
             return self._thread.shelter(read_and_write)
         with (
             self._links.in_use(source),
-            self._weights.open(source, asked.terms, version=self.weight_version) as update,  # may be interrupted
+            self._weights.open(source, asked.terms, version=version) as update,  # may be interrupted
         ):
             return self._thread.shelter(lambda gate: write(update, gate))
 

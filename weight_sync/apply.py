@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,10 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 class PreparedUpdate(Protocol):
     """Represents an update that fits the model. Nothing is written before `write`, which may be called only once."""
 
+    @property
+    def base_version(self) -> int | None:
+        """Return the version of the weights that the update only changes; None for one that brings them."""
+
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport: ...
 
 
@@ -44,6 +48,7 @@ class PreparedUpdate(Protocol):
 class SourceUpdate:
     """Represents a checked update, valid while its source is open."""
 
+    base_version: ClassVar[None] = None
     source: TensorSource
     places: Mapping[str, Place]
     casts: tuple[str, ...]

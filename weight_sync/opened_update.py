@@ -27,13 +27,13 @@ from samebit.weight_sync.wire.stream import WeightStream, exhaust_after_error
 
 @contextmanager
 def open_update(
-    source: object, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
+    source: object, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int | None
 ) -> Iterator[PreparedUpdate]:
     """Check an update from a source, ready to be written; on the way out, tell a sender how it ended.
 
     Args:
         source: A dict of tensors, a module, a folder of safetensors, a `WeightStream`, or the receiving end of a link.
-        version: The version of the weights now.
+        version: The version of the weights now; None where they are incomplete.
     """
     if isinstance(source, ReceiverLink):
         with receiving(source, module, manifest, terms, version=version) as update:

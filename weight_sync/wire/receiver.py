@@ -47,6 +47,8 @@ _CHANGES = frozenset(Kind)
 class StreamUpdate:
     """Writes an update from an iterator in this process: one copy, no buckets."""
 
+    base_version = None
+
     def __init__(self, stream: WeightStream, manifest: Manifest, terms: UpdateTerms) -> None:
         self._places = manifest.fit(stream.specs, terms)
         self._stream = stream
@@ -75,6 +77,10 @@ class LinkUpdate:
         self._sequence = 0
         self.outcome: Outcome | None = None
         self._next = self._receive()
+
+    @property
+    def base_version(self) -> int | None:
+        return None if self._announced.base is None else self._announced.base.version
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
         specs = self._announced.specs
@@ -114,11 +120,11 @@ class LinkUpdate:
 
 @contextmanager
 def receiving(
-    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
+    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int | None
 ) -> Iterator[LinkUpdate]:
     """Wait for the next sync and agree to it; on the way out, tell the sender how it ended.
 
-    `version` is the version of the weights now.
+    `version` is the version of the weights now, None where they are incomplete: then no delta is agreed to.
 
     Raises:
         WeightMismatchError: The announced weights do not fit, or are of a trainer with other bits; nothing was written.
@@ -139,7 +145,7 @@ def receiving(
 
 
 def _agree(
-    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
+    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int | None
 ) -> tuple[Announcement, dict[str, Place]]:
     """Wait for an announcement and answer it; return it, without its base if all weights will be sent, and places."""
     announced = link.listen(most_announced(manifest.every_spec()))
@@ -155,7 +161,7 @@ def _agree(
     if decided.refused is not None:
         raise SyncRefusedError(decided.refused)
     if lacks:
-        logger.warning("the base of this delta is not the weights here (version %d): asked for all weights", version)
+        logger.warning("the base of this delta is not the weights here (version %s): asked for all weights", version)
     return replace(announced, base=None) if decided.full else announced, places
 
 
@@ -173,7 +179,7 @@ def _check_arithmetic(announced: str, module: nn.Module, terms: UpdateTerms) -> 
         )
 
 
-def _has_base(base: Base, module: nn.Module, places: Mapping[str, Place], version: int) -> bool:
+def _has_base(base: Base, module: nn.Module, places: Mapping[str, Place], version: int | None) -> bool:
     """Return whether the weights here are, bit for bit, the base of the delta."""
     if base.version != version:
         return False

@@ -23,7 +23,7 @@ from samebit.rollout.control.shelter import CallerLeftError, Gate
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.errors import WorkerStateError
-from samebit.weight_sync import SyncReport
+from samebit.weight_sync import SyncBrokenError, SyncReport
 
 IN_FLIGHT = ("keep", "recompute", "wait", "abort")
 MOST_VERSION = (1 << 63) - 1
@@ -69,16 +69,23 @@ class Transaction:
 
 
 @contextmanager
-def transaction(member: Member, version: int | None, in_flight: str, gate: Gate) -> Iterator[Transaction]:
+def transaction(
+    member: Member, version: int | None, in_flight: str, gate: Gate, base: int | None = None
+) -> Iterator[Transaction]:
     """Let all workers on these weights stand still for the block of an update. In a shelter; waits at `gate`.
 
-    version: as of `UpdateOptions`, like `in_flight`.
+    version: as of `UpdateOptions`, like `in_flight`. base: the version that a delta changes.
+
+    Raises:
+        SyncBrokenError: the weights are the base no more; nothing was written.
     """
     member.thread.check_thread()
     with ExitStack() as stack:
         held = _hold_all(member, in_flight, gate, stack)
         if "weights" in member.status.sleeping:
             raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
+        if base is not None:
+            _check_base(base, member)
         update = Transaction(_next_version(version, member.thread.engine.weight_version))
         for one in held:
             one.preempt_or_abort(in_flight)
@@ -118,6 +125,15 @@ def _hold(user: Member, member: Member, in_flight: str, gate: Gate, stack: ExitS
             raise
         return False
     return True
+
+
+def _check_base(base: int, member: Member) -> None:
+    """Check that the weights are still those of a delta that was agreed to before the lock was there."""
+    now, incomplete = member.thread.engine.weight_version, member.status.incomplete
+    if now == base and incomplete is None:
+        return
+    why = f"version {base} -> {now}" if incomplete is None else incomplete
+    raise SyncBrokenError(f"the weights changed ({why}) while this delta waited, nothing was written: send them again")
 
 
 def _next_version(asked: int | None, current: int) -> int:

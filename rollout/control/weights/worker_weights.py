@@ -66,8 +66,10 @@ class WorkerWeights:
         self._in_place = InPlaceChanges(module, self.manifest) if shared else None
         self.memory = SleepingWeights(module, self.manifest)
 
-    def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
-        """Return an update from `source` that was checked; `version` is that of the weights now."""
+    def open(
+        self, source: object, terms: UpdateTerms, *, version: int | None
+    ) -> AbstractContextManager[PreparedUpdate]:
+        """Return an update from `source` that was checked; `version` is that of the weights now, if complete."""
         self.check_module()
         terms = replace(terms, dequantize=self._dequantize, other_arithmetic=not self._exact)
         return open_update(source, self.module, self.manifest, terms, version=version)

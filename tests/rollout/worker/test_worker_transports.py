@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from samebit.weight_sync import (
     VerificationError,
     WeightMismatchError,
     WeightStream,
+    apply,
 )
 from samebit.weight_sync.digest import digest_of
 from samebit.weight_sync.transports.unix_socket import Full
@@ -41,7 +42,9 @@ from samebit.weight_sync.wire.link import Announcement
 
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
+from ..inside import num_waiting
 from ..named_memory import named_memory
+from ..step_gate import StepGate
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 FEW = SamplingParams(max_tokens=5)
@@ -256,6 +259,82 @@ def test_the_sender_hears_of_a_version_that_is_too_low(make_worker: MakeWorker, 
     error = sending.result()
     assert isinstance(error, SyncBrokenError)
     assert "above the current 1" in str(error)
+    assert serves(worker)
+
+
+def begin(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("meanwhile", ["update", "sleep"])
+def test_a_delta_is_not_written_over_weights_that_changed_while_it_waited(
+    make_worker: MakeWorker, pair: tuple[Any, Any], meanwhile: str
+) -> None:
+    """It was agreed to while a step ran, and another update, or a sleep that discards the weights, came before it."""
+    worker, runner = make_worker()
+    sender, end = pair
+    trained = copy_of(worker)
+    sending = Sending(sender, trained, delta=True)
+    assert worker.receive_weights(end).version == 1
+    assert not sending.result().delta, "there is no base yet"
+    runner.gate = StepGate()
+    handle = worker.submit([1, 2], FEW)
+    runner.gate.wait_for_a_step()
+    acts: list[Callable[[], object]] = [lambda: worker.load_state_dict({**trained, "scale": trained["scale"] + 1})]
+    if meanwhile == "sleep":
+        acts = [lambda: worker.sleep("weights", level=2), worker.wake_up]
+    for number, act in enumerate(acts, 1):
+        begin(act)
+        wait_until(lambda number=number: num_waiting(worker) == number)
+    trained["proj.bias"] = trained["proj.bias"] + 1
+    sending = Sending(sender, trained, delta=True)
+    broken: list[BaseException] = []
+
+    def receive() -> None:
+        with pytest.raises(SyncBrokenError) as caught:
+            worker.receive_weights(end)
+        broken.append(caught.value)
+
+    receiver = begin(receive)
+    wait_until(lambda: num_waiting(worker) > len(acts))
+    runner.gate.release(1000)
+    receiver.join(HANG)
+    why = "version 1 -> 2" if meanwhile == "update" else "discarded by sleep"
+    for error in (broken[0], sending.result()):
+        assert isinstance(error, SyncBrokenError)
+        assert why in str(error)
+        assert "nothing was written" in str(error)
+    assert (worker.trouble() is None) == (meanwhile == "update")
+    sending = Sending(sender, trained, delta=True)
+    worker.receive_weights(end)
+    assert not sending.result().delta
+    assert all(torch.equal(trained[name], tensor) for name, tensor in copy_of(worker).items())
+    assert handle.result(HANG).samples[0].finish_reason == "length"
+
+
+def test_incomplete_weights_take_no_delta(
+    make_worker: MakeWorker, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where their bits are its base: nothing says so of discarded ones but memory that nobody has used."""
+    worker, _ = make_worker()
+    sender, end = pair
+    trained = copy_of(worker)
+    sending = Sending(sender, trained, delta=True)
+    worker.receive_weights(end)
+    sending.result()
+
+    def fails(*_: object) -> NoReturn:
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(apply, "copy_scanned", fails)
+        with pytest.raises(OSError, match="disk gone"):
+            worker.load_state_dict(trained)
+    sending = Sending(sender, trained, delta=True)
+    assert worker.receive_weights(end).version == 2
+    assert not sending.result().delta
     assert serves(worker)
 
 
