@@ -32,6 +32,8 @@ from samebit.rollout.models.hub import model_folder
 _APART = 1_000_003
 """Keeps the random numbers of a resumed run apart from those that it has drawn."""
 
+_CHECKPOINT = "checkpoint"
+
 _BEFORE_ALL = -1
 """The step before step 0: a run that has no checkpoint yet begins with an empty log."""
 
@@ -124,6 +126,8 @@ def main(settings: Settings, train: Train) -> None:
 def run(settings: Settings, train: Train) -> list[Row]:
     """Run all seeds, one after the other; return the rows of metrics.jsonl."""
     resumed = resumes(settings)
+    if not resumed:
+        _forget_checkpoints(settings)
     with MetricsLog(settings.out, settings.log_to, resumed=resumed) as log:
         for number in range(settings.seeds):
             with _seed(settings, number, log) as seed:
@@ -156,6 +160,22 @@ def _seed(settings: Settings, number: int, log: MetricsLog) -> Iterator[Seed]:
     tiny_model.save(policy, tokenizer, out / "policy")
 
 
+def _forget_checkpoints(settings: Settings) -> None:
+    """Remove the checkpoints of an earlier run in this folder: a later one would go on from them, under another log.
+
+    Raises:
+        ValueError: the model to begin with is in one of them; nothing was removed.
+    """
+    earlier = [SavedRun(folder / _CHECKPOINT) for folder in settings.out.glob("seed*")]
+    if settings.model is not None and any(saved.holds(Path(settings.model)) for saved in earlier):
+        raise ValueError(
+            f"--model {settings.model} is in a checkpoint that a new run in {settings.out} removes: copy it elsewhere, "
+            "name another --out, or go on from it with --resume"
+        )
+    for saved in earlier:
+        saved.forget()
+
+
 def resumes(settings: Settings) -> bool:
     """Return whether a run goes on from its checkpoints."""
     return isinstance(settings, OnPolicy) and settings.resume
@@ -168,7 +188,7 @@ def warm_folder(out: Path, seed: int) -> Path:
 
 def saved_run(settings: Settings, seed: int) -> SavedRun:
     """Return where the checkpoint of a seed is, or would be."""
-    return SavedRun(settings.out / f"seed{seed}" / "checkpoint")
+    return SavedRun(settings.out / f"seed{seed}" / _CHECKPOINT)
 
 
 def _style(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Style:

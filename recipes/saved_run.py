@@ -38,7 +38,7 @@ class SavedRun:
     ) -> None:
         """Replace the checkpoint by that of this step."""
         self._put_back()
-        new, old = self.folder.with_suffix(".new"), self._old
+        new, old = self._new, self._old
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
         tiny_model.save(policy, tokenizer, new / _POLICY)
@@ -48,6 +48,19 @@ class SavedRun:
         new.rename(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
+    def forget(self) -> None:
+        """Remove the checkpoint, and what an interrupted `save` has left."""
+        for leftover in (self._old, self._new):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+        if self.folder.is_dir():
+            self.folder.rename(self._new)  # at once: half of it would be taken for a checkpoint
+            shutil.rmtree(self._new)
+
+    def holds(self, path: Path) -> bool:
+        """Return whether a path is in the checkpoint."""
+        return any(path.resolve().is_relative_to(one.resolve()) for one in (self.folder, self._old, self._new))
+
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer of the same parameters the state that was saved."""
         optimizer.load_state_dict(self._state()["optimizer"])
@@ -55,6 +68,10 @@ class SavedRun:
     @property
     def _old(self) -> Path:
         return self.folder.with_suffix(".old")
+
+    @property
+    def _new(self) -> Path:
+        return self.folder.with_suffix(".new")
 
     def _put_back(self) -> None:
         """Put the checkpoint before back, if no newer one took its place: it is known to be whole and on the disk."""

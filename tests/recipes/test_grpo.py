@@ -261,6 +261,54 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.fixture(scope="module")
+def saved_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that a run of two seeds has left, one of them killed between its old checkpoint and its new one."""
+    folder = tmp_path_factory.mktemp("earlier")
+    tokenizer = tiny_model.build_tokenizer()
+    model = tiny_model.build_model(tokenizer, 0)
+    for seed in (0, 1):
+        checkpoint = folder / f"seed{seed}" / "checkpoint"
+        SavedRun(checkpoint).save(1, model, tokenizer, torch.optim.SGD(model.parameters()))
+    shutil.copytree(checkpoint, checkpoint.with_suffix(".new"))
+    checkpoint.rename(checkpoint.with_suffix(".old"))
+    return folder
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_new_run_forgets_the_checkpoints_of_the_run_before(
+    tiny: Tiny, out: Path, saved_folder: Path, tmp_path: Path
+) -> None:
+    """Those of all seeds, at once: it may be killed before it saves one, and go on from them under its own log."""
+    begun_at: list[int] = []
+
+    def train(seed: experiment.Seed) -> None:
+        begun_at.append(seed.steps_done)
+        raise Killed
+
+    folder = shutil.copytree(saved_folder, tmp_path / "run")
+    for resume in (True, False, True):
+        with pytest.raises(Killed):
+            experiment.run(tiny(folder, warm_from=out, save_every=1, resume=resume), train)
+    assert begun_at == [1, 0, 0]
+    assert not list(folder.glob("seed*/checkpoint*"))
+
+
+def test_a_new_run_from_a_checkpoint_that_it_would_replace_is_refused(
+    tiny: Tiny, saved_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved_folder, tmp_path / "run")
+    checkpoint = folder / "seed0" / "checkpoint"
+    (folder / "metrics.jsonl").write_text("kept")
+    with pytest.raises(ValueError, match=r"--model .*policy is in a checkpoint that a new run in .*run removes"):
+        grpo.run(tiny(folder, model=checkpoint / "policy"))
+    assert SavedRun(checkpoint).steps_done() == 1
+    assert (folder / "metrics.jsonl").read_text() == "kept"
+
+
 @pytest.mark.parametrize("correction", ["truncate", "none"])
 def test_no_correction_changes_a_bit_of_an_exact_run(correction: str, tiny: Tiny, out: Path, tmp_path: Path) -> None:
     """And it begins with the warmed-up policy of that run, and with an empty log: there is no checkpoint."""
