@@ -5,6 +5,7 @@ Invariants
 * A request is counted in the router from before it is sent until it has ended.
 * Each ends once, with a result or an error by name; one whose replica died is sent to another if the fleet was asked
   to, and no token of it was handed out yet. One whose replica broke is not: it may be what has broken it.
+* An id may belong to another request once one has ended: what a handle asks for is done for its own alone.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Carrier:
                 raise RequestIdInUseError(f"a request with the id {request_id!r} is running")
             if request_id is None:
                 request_id = next(name for name in self._names if name not in self._running)
-            handle = FleetHandle(request_id, params.n, self.abort, self._follow)
+            handle = FleetHandle(request_id, params.n, self._cancel, self._follow)
             ticket = self._crew.router.route(asked)
             member = self._crew.members[ticket.replica]
             running = self._running[request_id] = Running(
@@ -83,8 +84,7 @@ class Carrier:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             running = self._running.get(request_id)
             if running is not None:
-                running.cancelled = True
-                self._crew.background.spawn(self._tell(running, "abort"))
+                self._abort(running)
 
     def after_steps(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each feed with tokens. It must not wait."""
@@ -95,6 +95,25 @@ class Carrier:
         for running in list(self._running.values()):
             self._forget(running, computed=False)
             running.handle.fail(error)
+
+    def _cancel(self, handle: FleetHandle) -> None:
+        running = self._of(handle)
+        if running is not None:
+            self._abort(running)
+
+    def _follow(self, handle: FleetHandle) -> None:
+        running = self._of(handle)
+        if running is not None:
+            self._crew.background.spawn(self._tell(running, "follow", running.run))
+
+    def _of(self, handle: FleetHandle) -> Running | None:
+        """Return the request of a handle, None if it has ended."""
+        running = self._running.get(handle.request_id)
+        return running if running is not None and running.handle is handle else None
+
+    def _abort(self, running: Running) -> None:
+        running.cancelled = True
+        self._crew.background.spawn(self._tell(running, "abort"))
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -141,17 +160,14 @@ class Carrier:
         return True
 
     async def _tell(self, running: Running, what: str, *more: int) -> None:
-        """Send a command about a request to the replica that runs it; a dead replica is passed over."""
+        """Tell the replica that runs a request, unless it has ended, a command; a dead replica is passed over."""
+        if self._of(running.handle) is None:
+            return
         with contained(f"{what} at a replica"):
             try:
                 await running.member.port.command(what, running.handle.request_id, *more)
             except WorkerLostError:
                 return
-
-    def _follow(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
-            self._crew.background.spawn(self._tell(running, "follow", running.run))
 
     def _feed(self, tokens: list[Streamed]) -> None:
         for request_id, run, chunks in tokens:

@@ -114,7 +114,7 @@ class Fleet(Closing):
             self._send_all(prompts, params, handles)
             results.extend(handle.result() for handle in handles)
         finally:
-            self.abort([handle.request_id for handle in handles[len(results) :]])
+            _cancel(handles[len(results) :])
         return results
 
     async def generate_async(
@@ -128,7 +128,7 @@ class Fleet(Closing):
             for handle in handles:
                 results.append(await handle.result_async())
         finally:
-            self.abort([handle.request_id for handle in handles[len(results) :]])
+            _cancel(handles[len(results) :])
         return results
 
     def submit(
@@ -158,7 +158,7 @@ class Fleet(Closing):
         try:
             self._send_all(prompts, params, handles)
         except WorkerStateError:
-            self.abort([handle.request_id for handle in handles])
+            _cancel(handles)
             raise
         return handles
 
@@ -377,6 +377,11 @@ class Fleet(Closing):
                 named = self._hasher.prompt(params.cache_salt, ids, adapter.number)
                 asked = Prompt(named.blocks, len(ids), params.n, self._hasher.whole(named, ids), session)
             return self._carrier.send(request_id, ids.tolist(), params, asked)
+
+
+def _cancel(handles: list[FleetHandle]) -> None:
+    for handle in handles:
+        handle.cancel()
 
 
 def _seed(base: int, number: int) -> int:

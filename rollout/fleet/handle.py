@@ -23,7 +23,11 @@ class FleetHandle:
     """Stands for a request. Safe to use from several threads."""
 
     def __init__(
-        self, request_id: str, samples: int, cancel: Callable[[str], None], follow: Callable[[str], None]
+        self,
+        request_id: str,
+        samples: int,
+        cancel: Callable[[FleetHandle], None],
+        follow: Callable[[FleetHandle], None],
     ) -> None:
         self.request_id = request_id
         self._cancel = cancel
@@ -52,7 +56,7 @@ class FleetHandle:
 
     def cancel(self) -> None:
         """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
-        self._cancel(self.request_id)
+        self._cancel(self)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
@@ -81,7 +85,7 @@ class FleetHandle:
         """Return a reader of the tokens, from the first one; it never waits."""
         if not self._followed:
             self._followed = True
-            self._follow(self.request_id)
+            self._follow(self)
         return FleetReader(self)
 
     def __iter__(self) -> Iterator[StreamChunk]:

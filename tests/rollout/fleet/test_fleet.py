@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -187,6 +187,37 @@ def test_cancelled_requests_end_with_what_they_have() -> None:
         local.fleet.abort("unknown")
         with pytest.raises(RequestError, match="request ids are strings"):
             local.fleet.abort([3])
+
+
+def test_cancelling_a_finished_request_leaves_the_next_one_of_its_name_alone() -> None:
+    with LocalFleet(replicas=1) as local:
+        first = local.fleet.submit([1, 2], PARAMS, "mine")
+        first.result(HANG)
+        gated(local.ports["0"])
+        second = local.fleet.submit([1, 3], PARAMS, "mine")
+        first.cancel()
+        local.fleet.stats()  # comes after what the cancel has set going
+        local.ports["0"].runner.gate.release(100)
+        assert second.result(HANG).samples[0].finish_reason == "length"
+
+
+def test_a_cancel_that_comes_late_ends_no_later_request_of_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request ends, and another takes its id, before the replica is told."""
+    with LocalFleet(replicas=1, prepare=gated) as local:
+        background, port = local.fleet._crew.background, local.ports["0"]
+        first = local.fleet.submit([1, 2], PARAMS, "mine")
+        late: list[Coroutine[Any, Any, None]] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "spawn", late.append)
+            first.cancel()
+        port.runner.gate.release(100)
+        first.result(HANG)
+        gated(port)
+        second = local.fleet.submit([1, 3], PARAMS, "mine")
+        for telling in late:
+            background.wait(telling)
+        port.runner.gate.release(100)
+        assert (len(late), second.result(HANG).samples[0].finish_reason) == (1, "length")
 
 
 def test_bad_requests_raise_before_anything_is_sent() -> None:
