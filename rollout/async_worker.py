@@ -51,6 +51,7 @@ class AsyncWorker:
     def __init__(self, sources: Sources, loaded: LocalWorker | None = None) -> None:
         self._loaded = loaded
         self._sources = sources
+        self._runs: dict[str, Handle] = {}
         self._turns = asyncio.Semaphore(MOST_COMMANDS)
 
     async def build(self, make: Callable[[], LocalWorker]) -> LocalWorker:
@@ -65,9 +66,23 @@ class AsyncWorker:
     ) -> list[RequestOutput]:
         return await _results(self.worker.submit_all(prompts, params))
 
-    async def run(self, prompt: list[int], params: SamplingParams | None, request_id: str) -> RequestOutput:
-        """Generate one request under an id by which it can be aborted."""
-        return (await _results([self.worker.submit(prompt, params, request_id)]))[0]
+    async def run(
+        self, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str | None = None
+    ) -> RequestOutput:
+        """Generate one request under an id by which it can be aborted. ticket: names this call, and never another one,
+        for `cancel`; None: its id does."""
+        name = request_id if ticket is None else ticket
+        handle = self._runs[name] = self.worker.submit(prompt, params, request_id)
+        try:
+            return await handle.result_async()
+        finally:
+            del self._runs[name]
+
+    async def cancel(self, ticket: str) -> None:
+        """End the request of a call of `run` with what it has, unless it has ended."""
+        handle = self._runs.get(ticket)
+        if handle is not None:
+            handle.cancel()
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         self.worker.abort(request_ids)

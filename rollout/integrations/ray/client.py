@@ -142,8 +142,9 @@ class RayWorker(Closing):
         self, prompt: list[int], params: SamplingParams | None = None, request_id: str | None = None
     ) -> RayRequestHandle:
         """Queue one prompt. What is wrong with it is raised by the handle's `result`."""
-        name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
-        return RayRequestHandle(self.actor, name, self.actor.run.remote(prompt, params, name))
+        ticket = uuid.uuid4().hex
+        name = f"request-{ticket}" if request_id is None else request_id
+        return RayRequestHandle(self.actor, name, ticket, self.actor.run.remote(prompt, params, name, ticket))
 
     def submit_all(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
@@ -277,11 +278,12 @@ class RayWorker(Closing):
 
 
 class RayRequestHandle:
-    """Stands for a request that was submitted to an actor."""
+    """Stands for a request that was submitted to an actor, which knows this one by its ticket."""
 
-    def __init__(self, actor: Any, request_id: str, reference: ray.ObjectRef[RequestOutput]) -> None:
+    def __init__(self, actor: Any, request_id: str, ticket: str, reference: ray.ObjectRef[RequestOutput]) -> None:
         self.request_id = request_id
         self._actor = actor
+        self._ticket = ticket
         self._reference = reference
 
     @property
@@ -290,7 +292,8 @@ class RayRequestHandle:
 
     def cancel(self) -> None:
         """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
-        wait_for(self._actor.abort.remote(self.request_id))
+        if not self.done:
+            wait_for(self._actor.cancel.remote(self._ticket))
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, `WorkerLostError`, or TimeoutError (it goes on)."""

@@ -27,6 +27,7 @@ from samebit.rollout import (  # noqa: E402
     AdapterError,
     ModelLoadError,
     RequestError,
+    RequestIdInUseError,
     RolloutConfig,
     RolloutWorker,
     SamplingParams,
@@ -187,6 +188,22 @@ def test_requests_can_be_cancelled(worker: RayWorker) -> None:
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(impatient())
     wait_until(lambda: not worker.stats()["running"])
+
+
+def test_a_cancel_ends_no_other_request_of_the_id(worker: RayWorker) -> None:
+    first = worker.submit([1], PARAMS, request_id="mine")
+    first.result(HANG)
+    worker.pause()
+    try:
+        second = worker.submit([1], PARAMS, request_id="mine")
+        third = worker.submit([1], PARAMS, request_id="mine")
+        first.cancel()
+        third.cancel()
+    finally:
+        worker.resume()
+    with pytest.raises(RequestIdInUseError):
+        third.result(HANG)
+    assert second.result(HANG).samples[0].finish_reason == "length"
 
 
 def test_an_interrupt_of_the_wait_aborts_its_requests(worker: RayWorker) -> None:

@@ -121,8 +121,13 @@ def test_a_worker_behind_a_loop_answers_like_one_before_it(make_worker: MakeWork
         assert [out.samples[0].token_ids for out in outputs] == [out.samples[0].token_ids for out in expected]
         assert (await inside.run([3], FEW, "named")).request_id == "named"
         await inside.pause()
+        ended = asyncio.create_task(inside.run([4], FEW, "named", "ticket"))
         waiting = asyncio.create_task(inside.generate([[4]], FEW))
         await asyncio.sleep(0)
+        await inside.cancel("named")
+        assert (await inside.stats())["requests_aborted"] == 0
+        await inside.cancel("ticket")
+        assert (await ended).samples[0].finish_reason == "abort"
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -132,7 +137,7 @@ def test_a_worker_behind_a_loop_answers_like_one_before_it(make_worker: MakeWork
         await inside.reset_prefix_cache()
         with pytest.raises(WorkerStateError, match="has a worker already"):
             await inside.build(lambda: worker)
-        assert (await inside.stats())["requests_aborted"] == 1
+        assert (await inside.stats())["requests_aborted"] == 2
 
     behind_a_loop(worker, check)
 
