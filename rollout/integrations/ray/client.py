@@ -301,7 +301,12 @@ class RayRequestHandle:
         return wait_for(self._reference, timeout)
 
     async def result_async(self) -> RequestOutput:
-        return await wait_for_async(self._reference)
+        """Do as `result()` for asyncio. Cancelling it cancels the request."""
+        try:
+            return await wait_for_async(self._reference)
+        except asyncio.CancelledError:
+            self._actor.cancel.remote(self._ticket)  # nobody waits for it: the loop goes on
+            raise
 
 
 def _received(sender: SharedMemorySender | CudaIpcSender, reference: ray.ObjectRef[SyncReport]) -> SyncReport:

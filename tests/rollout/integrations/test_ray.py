@@ -206,6 +206,17 @@ def test_a_cancel_ends_no_other_request_of_the_id(worker: RayWorker) -> None:
     assert second.result(HANG).samples[0].finish_reason == "length"
 
 
+def test_an_await_that_is_cancelled_cancels_the_request(worker: RayWorker) -> None:
+    worker.pause()
+    try:
+        handle = worker.submit([1], LONG)
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(asyncio.wait_for(handle.result_async(), 0.1))
+    finally:
+        worker.resume()
+    assert handle.result(HANG).samples[0].finish_reason == "abort"
+
+
 def test_an_interrupt_of_the_wait_aborts_its_requests(worker: RayWorker) -> None:
     returned = threading.Event()
 
