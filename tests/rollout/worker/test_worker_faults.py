@@ -133,9 +133,10 @@ def test_a_copy_of_sleeping_weights_that_is_cut_off(make_worker: MakeWorker) -> 
 
 
 def test_a_base_that_changes_between_the_check_of_a_delta_and_its_write(make_worker: MakeWorker) -> None:
+    """Without a word to the worker: one that was told refuses the delta."""
     module = larger()
     worker, _ = make_worker(module=module)
-    trainer, other = larger(), larger()
+    trainer = larger()
     with (
         SharedMemorySender(timeout=HANG) as sender,
         SharedMemoryReceiver(sender.address, timeout=HANG) as end,
@@ -154,7 +155,8 @@ def test_a_base_that_changes_between_the_check_of_a_delta_and_its_write(make_wor
 
         def agree_and_be_overtaken(answer: Any) -> Any:
             decided = agree(answer)
-            worker.receive_weights(other)
+            with torch.no_grad():
+                module[0].weight[3, 6] += 1
             return decided
 
         end.answer = agree_and_be_overtaken
