@@ -54,8 +54,10 @@ if TYPE_CHECKING:
     from samebit.rollout.worker_interface import UpdateKeywords
 
 HEALTH_TIMEOUT = 2.0
-MOST_CALLS = 10_000
-"""The most calls that wait in an actor at once; they wait without a thread."""
+MOST_CALLS = 1_000_000
+"""The most calls that wait in an actor at once; they wait without a thread. More than anyone submits: at the limit also
+`resume` waits, and an actor that is paused never gets below it. (Groups of calls with limits of their own would not do:
+Ray gives each a loop in another thread, and an `abort` could overtake its request.)"""
 
 
 def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None = None, **options: Any) -> Any:
@@ -98,7 +100,8 @@ class RayWorker(Closing):
         """Start an actor and load a model folder there. Ray must be running (`ray.init`).
 
         num_cpus: cores that Ray reserves, and threads that the worker computes with unless its config says. device: see
-        the class. options: see `start_actor`. Raises what building a `RolloutWorker` raises.
+        the class. options: see `start_actor`; `max_concurrency` has to be above the number of requests in flight, for
+        `resume` and the like are calls too. Raises what building a `RolloutWorker` raises.
         """
         check_one_of("device", device, DEVICES)
         num_threads = None if config is None else config.num_threads

@@ -36,7 +36,13 @@ from samebit.rollout import (  # noqa: E402
     integrations,
 )
 from samebit.rollout.integrations.links import Sources  # noqa: E402
-from samebit.rollout.integrations.ray import BroadcastFrom, BroadcastGroup, RayWorker, SharedMemoryAt  # noqa: E402
+from samebit.rollout.integrations.ray import (  # noqa: E402
+    BroadcastFrom,
+    BroadcastGroup,
+    RayWorker,
+    SharedMemoryAt,
+    wait_for,
+)
 from samebit.weight_sync import (  # noqa: E402
     BroadcastSender,
     NonFiniteWeightError,
@@ -215,6 +221,17 @@ def test_an_await_that_is_cancelled_cancels_the_request(worker: RayWorker) -> No
     finally:
         worker.resume()
     assert handle.result(HANG).samples[0].finish_reason == "abort"
+
+
+def test_a_paused_actor_with_ten_thousand_requests_can_be_resumed(cluster: None, folder: Path) -> None:
+    full = RayWorker.start(folder, config=CONFIG)
+    try:
+        full.pause()
+        first, *_ = full.submit_all([[1]] * 10_000, PARAMS)
+        wait_for(full.actor.resume.remote(), HANG)
+        assert first.result(HANG).samples[0].finish_reason == "length"
+    finally:
+        ray.kill(full.actor)  # `close` would wait as `resume` does
 
 
 def test_an_interrupt_of_the_wait_aborts_its_requests(worker: RayWorker) -> None:
