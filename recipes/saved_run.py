@@ -50,6 +50,7 @@ class SavedRun:
 
     def forget(self) -> None:
         """Remove the checkpoint, and what an interrupted `save` has left."""
+        self._put_back()
         for leftover in (self._old, self._new):
             if leftover.is_dir():
                 shutil.rmtree(leftover)

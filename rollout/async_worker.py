@@ -76,7 +76,8 @@ class AsyncWorker:
         try:
             return await handle.result_async()
         finally:
-            del self._runs[name]
+            if self._runs.get(name) is handle:  # an id may have been taken again
+                del self._runs[name]
 
     async def cancel(self, ticket: str) -> None:
         """End the request of a call of `run` with what it has, unless it has ended."""

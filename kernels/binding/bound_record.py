@@ -244,7 +244,7 @@ def _factors(module: nn.Module) -> dict[str, float]:
 
 def unwrapped(module: nn.Module | None) -> nn.Module | None:
     """Return what the wrapper of gradient checkpointing holds, which computes nothing else."""
-    while isinstance(module, CheckpointWrapper):  # fully_shard makes a class of its own of it
+    while isinstance(module, CheckpointWrapper) and type(module).forward is CheckpointWrapper.forward:
         module = module._checkpoint_wrapped_module
     return module
 

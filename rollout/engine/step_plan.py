@@ -17,11 +17,12 @@ from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointMoves
 from samebit.rollout.requests.request import Sequence
 
 SCORED_BYTES = 128 << 20
-"""The float32 logits of all prompt tokens that a step scores take at most this many bytes; but one is always scored."""
+"""The float32 logits of all prompt tokens that a step scores take at most this many bytes; but one is always scored,
+and one of each sequence that is admitted."""
 
 
 def most_scored(vocab_size: int) -> int:
-    """Return how many prompt tokens a step scores at most."""
+    """Return how many prompt tokens a step scores at most, beside one of each sequence that it admits."""
     return max(1, SCORED_BYTES // (4 * vocab_size))
 
 

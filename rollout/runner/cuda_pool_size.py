@@ -21,7 +21,7 @@ def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequence
         model: bound, on the device.
         share: of the whole device's memory, all its users taken together.
         num_tokens: of the largest step, which is computed once to see what it needs.
-        num_sequences: of which tokens are drawn in it, beside as many prompt tokens as a step scores.
+        num_sequences: of which tokens are drawn in it, beside as many prompt tokens as a step scores at most.
         other_bytes: of what is allocated beside the pages: states of recurrent layers, the logits of graphs.
     """
     device = next(model.parameters()).device
@@ -45,7 +45,7 @@ def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int, device: t
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     context = training_context((1, num_tokens), None, None, device)
-    most_rows = num_sequences + most_scored(binding_of(model).vocab_size)
+    most_rows = 2 * num_sequences + most_scored(binding_of(model).vocab_size)  # one scored of each that is admitted
     rows = torch.arange(min(num_tokens, most_rows), device=device)
     ones = torch.ones(len(rows), dtype=torch.float32, device=device)
     logits = logits_of(model, torch.zeros(num_tokens, dtype=torch.int64, device=device), rows, context)

@@ -302,7 +302,7 @@ def test_the_largest_step_scores_as_many_prompt_tokens_as_a_step_may(monkeypatch
     model.lm_head.register_forward_hook(lambda head, given, out: rows.append(out.shape[-2]))
     for num_tokens in (20, 6):
         assert cuda_pool_size._step_bytes(model, num_tokens, 3, torch.device("cpu")) == 7
-    assert rows == [3 + 5, 6]
+    assert rows == [3 + 3 + 5, 6]
 
 
 def test_the_size_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from verl.single_controller.ray import RayClassWithInitArgs
 from verl.workers.rollout.replica import RolloutReplica
 
 from samebit.rollout.integrations.ray import start_actor, wait_for, wait_for_async
+from samebit.rollout.integrations.ray.client import MOST_CALLS
 from samebit.rollout.integrations.verl.names import server_name
 from samebit.rollout.integrations.verl.options import check_trainer, server_options
 from samebit.rollout.integrations.verl.patches import replace_trainer_functions
@@ -74,7 +75,7 @@ class SamebitReplica(RolloutReplica):
             num_cpus=self.options.num_cpus,
             num_threads=self.options.worker.num_threads,
             name=name,
-            max_concurrency=self.max_concurrency,
+            max_concurrency=MOST_CALLS,  # verl's limit would let requests that wait keep `resume` out
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             runtime_env={"env_vars": gpu_environment(self.options.device, given.get("GPU", []))},
         )
