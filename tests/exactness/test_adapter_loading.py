@@ -111,7 +111,7 @@ def test_a_model_whose_layers_lie_elsewhere(tmp_path: Path) -> None:
     with RolloutWorker(make_model("Mamba2"), config=CONFIG) as worker:
         worker.load_adapter("policy", tmp_path)
         assert_matches_trainer(trainer, worker.generate(PROMPTS, params()), params())
-    adapted = TrainersAdapter.of(make_model("Mamba2"), tmp_path).model
+    adapted = bind(TrainersAdapter.of(make_model("Mamba2"), tmp_path).model)
     ids = torch.tensor([PROMPTS[-1]])
     assert torch.equal(token_logprobs(adapted, ids), token_logprobs(trainer, ids))
 

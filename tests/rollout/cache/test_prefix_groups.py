@@ -125,10 +125,10 @@ def test_an_aborted_leader_hands_over(
     assert_right(oracle, requests["b"], requests["c"])
 
 
-def test_a_leader_that_memory_takes_hands_over_to_an_earlier_arrival(
+def test_nobody_waits_for_a_prompt_that_is_scored_and_that_memory_may_take(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
-    """`late` does not wait for anybody, since it is scored: it leads, and `early` stands behind it."""
+    """`late` is scored, so it may stand still; `early`, which waits for memory, does not stand behind it."""
     engine = make_engine(num_blocks=37, block_size=2, max_num_batched_tokens=8)
     stem = [*PREFIX, *range(60, 76)]
     others = [make_request("ends soon", [95] * 12, max_tokens=11)]
@@ -144,24 +144,12 @@ def test_a_leader_that_memory_takes_hands_over_to_an_earlier_arrival(
         engine.add(request)
     engine.step()
     engine.add(late)
-    (leader,), (follower,) = late.sequences, early.sequences
-    while leader.num_computed < 22:
+    (scored,), (waiting,) = late.sequences, early.sequences
+    while scored.num_computed < 22:
         engine.step()
-    assert engine.cache.awaited(follower) == len(stem) // 2, "as when it is looked at in this step"
-    engine.scheduler.waiting.discard(follower)
-    assert engine.cache.follow(follower)
-    before = len(engine.runner.plans)
-    engine.step()
-    assert (leader.slot, leader in engine.scheduler.waiting, follower in engine.cache.leaders) == (-1, True, False)
-    assert engine.scheduler.preemptions == 1
+        assert engine.cache.awaited(waiting) in (None, len(PREFIX) // 2), "of `first`, not of `late`"
     finish(engine)
     assert_right(oracle, *others, first, early, late)
-    computed = {"early": [], "late": []}
-    for plan in engine.runner.plans[before:]:
-        for name, _, start, length in plan:
-            computed.get(name, []).extend(range(start, start + length))
-    assert computed["early"] == list(range(22, 30)), "on behind what the leader had published, each token once"
-    assert computed["late"] == list(range(30)), "its scores need all of its prompt"
     assert late.sequences[0].prompt_scores.logprobs[1:].tolist() == [-float(token) for token in late.prompt[1:]]
 
 
