@@ -52,7 +52,10 @@ GROUPS = {size: (f"{size}_fp32_groups", f"{size}_bf16_groups") for size in ("5m"
 OTHERS = ("5m_fp32_shared", "5m_fp32_turns")
 HYBRID = "ratio_vs_hf_generate_hybrid"
 CELLS: dict[str, tuple[list[Figure], ...]] = {
-    "vLLM, both with log-probabilities: 5 M": tuple(beside_vllm(name, *GROUPS["5m"]) for name in ("zen4", "zen3")),
+    "vLLM, both with log-probabilities: 5 M": (
+        beside_vllm("zen4", *GROUPS["5m"], "5m_fp32_groups257", "5m_bf16_groups257"),
+        beside_vllm("zen3", *GROUPS["5m"]),
+    ),
     "the same, 100 M": tuple(beside_vllm(name, *GROUPS["100m"]) for name in ("zen4", "zen3")),
     "the same, 5 M behind 1,024": tuple(beside_vllm(name, *OTHERS) for name in ("zen4", "zen3")),
     "Hugging Face `generate`: 5 M": (
