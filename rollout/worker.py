@@ -30,7 +30,6 @@ from samebit.rollout.control.intake import Intake, as_request_ids, paired
 from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
-from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.control.weights.links_in_use import LinksInUse
 from samebit.rollout.control.weights.transaction import (
     Member,
@@ -51,6 +50,7 @@ from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import PreparedUpdate, SyncReport, UpdateTerms
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.wire.link import ReceiverLink
+from samebit.weight_sync.wire.stream import gone_through
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

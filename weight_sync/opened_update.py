@@ -22,7 +22,7 @@ from samebit.weight_sync.report import SyncReport
 from samebit.weight_sync.source import TensorSource, open_source
 from samebit.weight_sync.wire.link import ReceiverLink
 from samebit.weight_sync.wire.receiver import StreamUpdate, receiving
-from samebit.weight_sync.wire.stream import WeightStream, exhaust_after_error
+from samebit.weight_sync.wire.stream import WeightStream, gone_through
 
 
 @contextmanager
@@ -77,10 +77,5 @@ def apply_weights(
 ) -> SyncReport:
     """Update a module that is not in use, without a worker."""
     terms = UpdateTerms(partial=partial, cast=cast, dequantize=dequantize)
-    try:
-        with open_update(source, module, Manifest.of(module), terms, version=version) as update:
-            return update.write(module, version=version, verify=verify)
-    except BaseException:
-        if isinstance(source, WeightStream):
-            exhaust_after_error(source)
-        raise
+    with gone_through(source), open_update(source, module, Manifest.of(module), terms, version=version) as update:
+        return update.write(module, version=version, verify=verify)

@@ -23,7 +23,6 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.pausing import check_pause_mode
 from samebit.rollout.control.sleep import check_sleep, check_tags
-from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
@@ -42,6 +41,7 @@ from samebit.rollout.requests.request import IntArray
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import SyncReport
 from samebit.weight_sync.closing import Closing
+from samebit.weight_sync.wire.stream import gone_through
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

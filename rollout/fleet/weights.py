@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import nn
 
-from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.crew import BEHIND, Crew, Doing, Member, in_turn
 from samebit.rollout.integrations.links import BroadcastGroup
@@ -34,6 +33,7 @@ from samebit.weight_sync import (
     gloo_group,
     listening_store,
 )
+from samebit.weight_sync.wire.stream import gone_through
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ _PART = 128
 """Tokens of the vocabulary, whose likeliest is looked at first."""
 
 _MOST_PLACES = 1 << 24
-"""So many tokens of all rows are put in order at once, as numbers of eight bytes."""
+"""Limits how many tokens of all rows are put in order at once, as numbers of eight bytes."""
 
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -97,6 +98,17 @@ class WeightStream:
             weight = _gathered(given)
             if isinstance(weight, Sharded):
                 weight.exhaust()
+
+
+@contextmanager
+def gone_through(source: object) -> Iterator[None]:
+    """Run an update from this source; where it ends by an exception and the source is a `WeightStream`, exhaust it."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(source, WeightStream):
+            exhaust_after_error(source)
+        raise
 
 
 def exhaust_after_error(stream: WeightStream) -> None:

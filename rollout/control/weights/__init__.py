@@ -1,5 +1,5 @@
 """Manage a worker's weights: whose they are (`worker_weights`), and how they change (`transaction`).
 
-`links_in_use` ends waits for a sender, `gathering` spares a trainer's other ranks theirs where an update fails.
-Imports the rest of `control`, `models`, `binding` of `samebit.kernels`, and `samebit.weight_sync`.
+`links_in_use` ends waits for a sender. Imports the rest of `control`, `models`, `binding` of `samebit.kernels`, and
+`samebit.weight_sync`.
 """

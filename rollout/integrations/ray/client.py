@@ -27,7 +27,6 @@ from samebit.rollout.checks import check_one_of, check_timeout
 from samebit.rollout.config import DEVICES, RolloutConfig
 from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.sleep import check_tags
-from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import WorkerLostError
 from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
@@ -46,6 +45,7 @@ from samebit.weight_sync import (
 )
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
+from samebit.weight_sync.wire.stream import gone_through
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
