@@ -27,6 +27,7 @@ from samebit.weight_sync import (
 )
 
 from ..exactness.families import make_model
+from ..noted_stream import noted_stream
 from ..patience import HANG
 
 INDEX = "model.safetensors.index.json"
@@ -391,3 +392,11 @@ def test_a_sender_that_waits_for_a_receiver_ends_when_it_is_closed() -> None:
     with pytest.raises(PeerLostError, match="closed before a receiver connected"):
         sender.send(Model())
     closing.join()
+
+
+def test_a_stream_that_does_not_fit_is_gone_through_without_a_worker_too() -> None:
+    """Other ranks may be gathering the same tensors."""
+    gathered: list[str] = []
+    with pytest.raises(WeightMismatchError):
+        apply_weights(nn.Linear(2, 3), noted_stream({"weight": torch.zeros(3, 2), "other": torch.zeros(3)}, gathered))
+    assert gathered == ["weight", "other"]
