@@ -199,7 +199,7 @@ def test_the_first_event_of_a_chat_has_the_ids_of_its_prompt(served: Served) -> 
     ("body", "status", "says"),
     [
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "at most 2047 are allowed"),
-        ({"n": 16, "request_id": "taken"}, 409, "is running"),
+        ({"n": 16, "request_id": "409"}, 409, "is running"),
         ({"n": 16}, 429, "try again later"),
         ({}, 503, "asleep"),
     ],
@@ -212,7 +212,8 @@ def test_an_error_before_the_first_event_has_its_own_status(
     async def read(message: dict[str, Any]) -> None:
         taken.append(message)
 
-    prompt = Asked(id="chatcmpl-taken", prompts=[Prompt([1])], params=SamplingParams(max_tokens=1500, ignore_eos=True))
+    params = SamplingParams(max_tokens=1500, ignore_eos=True)
+    prompt = Asked(id=f"chatcmpl-{status}", prompts=[Prompt([1])], params=params)  # an aborted one keeps its id a step
     with ExitStack() as around:
         if status in (409, 429):
             around.enter_context(service.submitted(prompt))
