@@ -4,6 +4,7 @@ Invariants
 ----------
 * Every setting has one name, written `max_waiting` in the file, `SAMEBIT_SERVE_MAX_WAITING` in the environment and
   `--max-waiting` on the command line. A name that is not known is an error in each of the three.
+* A setting of yes and no is a switch on the command line, `--resubmit` or `--no-resubmit`, as those of vLLM are.
 * Secrets are no flags: other users of the machine can read a command line.
 """
 
@@ -26,6 +27,7 @@ from samebit.rollout.config import RolloutConfig
 PREFIX = "SAMEBIT_SERVE_"
 SECRETS = ("api_key", "control_token")
 CONTROLS = ("off", "loopback", "token")
+_WORDS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ def read_setup(argv: Sequence[str], environment: Mapping[str, str] | None = None
         ValueError: a name or a value that is not allowed, or a file that can not be read.
         SystemExit: the command line is no command line, as argparse has it.
     """
-    flags = vars(_parser().parse_args(argv))
+    flags = vars(_parser().parse_args(_as_switches(argv)))
     model, file = flags.pop("model"), flags.pop("config", None)
     given = {
         **({} if file is None else _from_file(Path(file))),
@@ -159,9 +161,9 @@ def _from_text(one: Field[Any], text: str) -> Any:
     kind = _kind(one)
     if kind is not bool:
         return kind(text)
-    if text.lower() not in ("true", "false"):
+    if text.lower() not in _WORDS:
         raise ValueError(f"{one.name} must be true or false, got {text!r}")
-    return text.lower() == "true"
+    return _WORDS[text.lower()]
 
 
 def _from_flag(one: Field[Any], text: str) -> Any:
@@ -169,6 +171,25 @@ def _from_flag(one: Field[Any], text: str) -> Any:
         return _from_text(one, text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be of type {_kind(one).__name__}, got {text!r}") from error
+
+
+def _flag(one: Field[Any]) -> str:
+    return f"--{one.name.replace('_', '-')}"
+
+
+def _as_switches(argv: Sequence[str]) -> list[str]:
+    """Write `--x true` and `--x=false`, with the words of file and environment, as the switches `--x` and `--no-x`."""
+    switches = {_flag(one) for one in _all_fields().values() if _kind(one) is bool}
+    taken: list[str] = []
+    for text in argv:
+        flag, _, word = text.rpartition("=")
+        if not flag and word.lower() in _WORDS and taken and taken[-1] in switches:
+            flag = taken.pop()
+        if flag in switches and word.lower() in _WORDS:
+            taken.append(flag if _WORDS[word.lower()] else flag.replace("--", "--no-", 1))
+        else:
+            taken.append(text)
+    return taken
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,13 +208,13 @@ def _parser() -> argparse.ArgumentParser:
             continue
         group = server if one in fields(ServeSettings) else worker
         default = "" if one.default is None else f" ({one.default})"
-        group.add_argument(
-            f"--{one.name.replace('_', '-')}",
-            dest=one.name,
-            type=partial(_from_flag, one),
-            metavar=_kind(one).__name__.upper(),
-            help=f"{one.metadata.get('help', '')}{default}".strip().replace("%", "%%"),
-        )
+        said = f"{one.metadata.get('help', '')}{default}".strip().replace("%", "%%")
+        kind = _kind(one)
+        if kind is bool:
+            group.add_argument(_flag(one), dest=one.name, action=argparse.BooleanOptionalAction, help=said)
+        else:
+            of_type = partial(_from_flag, one)
+            group.add_argument(_flag(one), dest=one.name, type=of_type, metavar=kind.__name__.upper(), help=said)
     return parser
 
 

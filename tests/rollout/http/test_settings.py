@@ -71,12 +71,39 @@ def test_two_listeners_at_any_port_get_two() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "text", "says"),
-    [("port", "x", "must be of type int, got 'x'"), ("resubmit", "yes", "must be of type bool, got 'yes'")],
+    [
+        ("--port", "x", "error: argument --port: must be of type int, got 'x'\n"),
+        ("--resubmit", "yes", "error: unrecognized arguments: yes\n"),
+    ],
 )
 def test_a_flag_of_another_type_is_named(flag: str, text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "model", f"--{flag}", text])
-    assert f"error: argument --{flag}: {says}\n" in capsys.readouterr().err
+        main(["serve", "model", flag, text])
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "enforce_eager", "self_test"),
+    [
+        (["model"], False, None),
+        (["--enforce-eager", "model", "--no-self-test"], True, False),
+        (["--self-test", "model", "--no-enforce-eager"], False, True),
+        (["--enforce-eager", "true", "model", "--self-test", "False"], True, False),
+        (["--enforce-eager=false", "model", "--self-test=true"], False, True),
+        (["--no-self-test", "--enforce-eager", "model"], True, False),
+    ],
+)
+def test_a_setting_of_yes_and_no_is_a_switch(flags: list[str], enforce_eager: bool, self_test: bool | None) -> None:
+    """It takes the word for it, as environment and file have it, and never the model that stands behind it."""
+    setup = read_setup(flags, {})
+    assert (setup.model, setup.worker.enforce_eager, setup.worker.self_test) == ("model", enforce_eager, self_test)
+
+
+def test_a_switch_wins_over_the_environment_and_a_word_is_left_to_other_flags() -> None:
+    environment = {"SAMEBIT_SERVE_ENFORCE_EAGER": "true", "SAMEBIT_SERVE_DEQUANTIZE": "true"}
+    setup = read_setup(["model", "--no-enforce-eager", "--served-model-name", "true", "--revision=false"], environment)
+    assert (setup.worker.enforce_eager, setup.worker.dequantize) == (False, True)
+    assert (setup.settings.served_model_name, setup.worker.revision) == ("true", "false")
 
 
 def test_the_command_ends_with_one_line_for_what_it_can_not_serve(
