@@ -15,7 +15,8 @@ from samebit.kernels import bind, token_logprobs
 from samebit.rollout.integrations.gloo_weights import GlooWeights
 
 from ...patience import HANG
-from ..http.served import Served, build_folder, serving
+from ...weight_sync.expert_models import expert_model
+from ..http.served import Served, build_folder, byte_tokenizer, serving
 
 IDS = list(range(12))
 
@@ -61,9 +62,57 @@ def test_what_is_sampled_then_has_the_bits_of_what_was_sent(
         weights.send_weights(other.named_parameters())
         assert served.service.worker.weight_version == before + version
     weights.destroy()
+    check(served, other)
+
+
+def test_a_state_dict_has_the_buffers_and_ties_that_an_update_covers(tmp_path: Path) -> None:
+    """A correction bias is a buffer: `named_parameters()` lacks it. Tied weights come under each of their names."""
+    tokenizer = byte_tokenizer()
+    folders = {}
+    for seed in (0, 1):
+        folders[seed] = tmp_path / str(seed)
+        sizes = {"vocab_size": len(tokenizer), "head_dim": 8, "tie_word_embeddings": True}
+        expert_model("Glm4Moe", torch.float32, seed=seed, **sizes).save_pretrained(folders[seed])
+        tokenizer.save_pretrained(folders[seed])
+    other = bind(AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32))
+    with serving(folders[0], "--control", "loopback") as served:
+        weights = GlooWeights(Client(served.http, served.control), timeout=HANG)
+        weights.init_weight_transfer()
+        with pytest.raises(httpx.HTTPStatusError, match="409"):
+            weights.send_weights(other.named_parameters())
+        weights.init_weight_transfer()
+        weights.send_weights(other.state_dict().items())
+        assert served.service.worker.weight_version == 1
+        check(served, other)
+
+
+def test_what_is_cast_is_logged_once_for_each_pair_of_dtypes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        return [one.getMessage() for one in caplog.records if "were cast" in one.getMessage()]
+
+    folder = build_folder(tmp_path / "model")
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    with serving(folder, "--control", "loopback", "--dtype", "bfloat16", "--weight-root", str(tmp_path)) as served:
+        weights = GlooWeights(Client(served.http, served.control))
+        weights.init_weight_transfer()
+        weights.send_weights({name: tensor.bfloat16() for name, tensor in state.items()}.items())
+        assert told() == []
+        for _ in range(2):
+            weights.send_weights(state.items())
+        assert served.command("/update_weights", {"weight_dir": "model"}).status_code == 200  # it holds float32
+        (line,) = told()
+        assert f"{len(state)} tensors of an update were cast, float32 -> bfloat16, " in line
+        weights.send_weights({name: tensor.half() for name, tensor in state.items()}.items())
+        assert "float16 -> bfloat16" in told()[1]
+        assert len(told()) == 2
+        assert served.service.worker.weight_version == 5
+
+
+def check(served: Served, model: torch.nn.Module) -> None:
+    """The server's log-probabilities are those of this model, bit for bit."""
     asked = {"token_ids": IDS, "sampling_params": {"max_tokens": 8, "logprobs": 0, "ignore_eos": True}}
     (choice,) = served.post("/inference/v1/generate", asked).json()["choices"]
-    expected = token_logprobs(other, torch.tensor([IDS + choice["token_ids"]]))[0, -8:].tolist()
+    expected = token_logprobs(model, torch.tensor([IDS + choice["token_ids"]]))[0, -8:].tolist()
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == expected
 
 

@@ -23,7 +23,7 @@ class Nothing(Strict):
 
 
 class Pause(Strict):
-    """Says what becomes of requests, and of the cache, during a pause."""
+    """Says what becomes of requests during a pause, and of the cache, which stays where requests are kept."""
 
     mode: Mode = "abort"
     clear_cache: bool = True

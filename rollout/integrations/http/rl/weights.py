@@ -4,11 +4,13 @@ Invariants
 ----------
 * What comes between start and finish is one update: it is kept aside, checked whole, and written whole or not at all.
 * No peer's bytes are unpickled, and no code comes over HTTP.
+* Weights are taken in the dtype that is served, whatever dtype they come in; the log says from which to which, once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -25,6 +27,7 @@ from samebit.rollout.integrations.http.versions import Versions
 from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.weight_sync import SyncReport, connected_store, gloo_group
 
+logger = logging.getLogger(__name__)
 DTYPES = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "bool")
 }
@@ -43,6 +46,7 @@ class WeightTransfer:
         self._group: ProcessGroup | None = None
         self._link: SharedMemoryAt | None = None
         self._parts: dict[str, torch.Tensor] | None = None
+        self._told: set[str] = set()
 
     async def init(self, info: GlooInit | SharedMemoryInit) -> None:
         """Agree on a transfer; one that there was is given up."""
@@ -121,6 +125,22 @@ class WeightTransfer:
         else:
             report = await self._worker.receive_weights(source, cast=True)
         self._metrics.syncs.add(time.monotonic() - began, _moved(report))
+        self._tell_casts(report.casts)
+
+    def _tell_casts(self, casts: tuple[str, ...]) -> None:
+        """Log what this update has cast, unless an earlier one has cast from and to the same dtypes."""
+        by_dtypes: dict[str, list[str]] = {}
+        for cast in casts:
+            name, _, dtypes = cast.rpartition(": ")
+            by_dtypes.setdefault(dtypes, []).append(name)
+        for dtypes, names in by_dtypes.items():
+            if dtypes not in self._told:
+                self._told.add(dtypes)
+                logger.warning(
+                    "%d tensors of an update were cast, %s, %s among them: the log-probabilities are those of a "
+                    "trainer, bit for bit, only if it computes in the dtype that is served",
+                    len(names), dtypes, names[0],
+                )  # fmt: skip
 
 
 def _moved(report: SyncReport) -> int:
