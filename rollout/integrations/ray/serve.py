@@ -58,8 +58,10 @@ def application(
 ) -> serve.Application:
     """Return an application for `serve.run`: the endpoints of `samebit serve` over one worker, or over `replicas`.
 
-    settings: of `samebit serve`, by name, but for those that belong to Serve's proxies. The bearer tokens come from
-    the environment of the nodes (`SAMEBIT_SERVE_API_KEY`, `SAMEBIT_SERVE_CONTROL_TOKEN`), as it is at `ray start`.
+    config: of the worker.
+    settings: those of the server itself, by their names in `samebit serve`, but for those that belong to Serve's
+    proxies. The bearer tokens come from the environment of the nodes (`SAMEBIT_SERVE_API_KEY`,
+    `SAMEBIT_SERVE_CONTROL_TOKEN`), as it is at `ray start`.
     deployment: options of `serve.deployment`.
 
     Raises:
@@ -95,8 +97,10 @@ def application(
 
 def _check(settings: Mapping[str, Any], deployment: Mapping[str, Any]) -> None:
     """Refuse what Serve does itself, and what it would keep in the clear."""
-    names = {one.name for one in fields(ServeSettings)}
+    names, of_worker = ({one.name for one in fields(kind)} for kind in (ServeSettings, RolloutConfig))
     for name in settings:
+        if name in of_worker:
+            raise ValueError(f"{name} is the worker's: give it as config=RolloutConfig({name}=...)")
         if name not in names:
             raise ValueError(f"there is no setting {name!r}; there are {', '.join(sorted(names))}")
         if name in _PROXYS:

@@ -37,6 +37,7 @@ def test_without_serve_the_error_says_what_to_install() -> None:
         ({"api_key": "k"}, {}, "set SAMEBIT_SERVE_API_KEY in the nodes' environment"),
         ({"control": "loopback"}, {}, "use control='token'"),
         ({"max_nn": 1}, {}, "there is no setting 'max_nn'"),
+        ({"kv_cache_gb": 8}, {}, r"kv_cache_gb is the worker's: give it as config=RolloutConfig\(kv_cache_gb=\.\.\.\)"),
         ({"max_n": 0}, {}, "max_n must be at least 1"),
         (
             {},
