@@ -48,16 +48,17 @@ else:
     if TYPE_CHECKING:
         from samebit.kernels.binding.binding import bind
         from samebit.kernels.binding.families import BindingError
-        from samebit.kernels.binding.trainer.training import token_logprobs
+        from samebit.kernels.binding.trainer.training import token_logprobs, token_scores
         from samebit.kernels.ops.logprobs import logprobs_from_logits
 
-    __all__ = ["BindingError", "bind", "logprobs_from_logits", "token_logprobs"]
+    __all__ = ["BindingError", "bind", "logprobs_from_logits", "token_logprobs", "token_scores"]
 
 _HOMES = {
     "BindingError": "binding.families",
     "bind": "binding.binding",
     "logprobs_from_logits": "ops.logprobs",
     "token_logprobs": "binding.trainer.training",
+    "token_scores": "binding.trainer.training",
 }
 """Names the module of each public name, which is loaded when the name is first asked for."""
 

@@ -1,10 +1,13 @@
-"""The programs that README.md and docs/your-own-model.md begin with run as they are there, and find equal bits."""
+"""The programs of README.md and docs/your-own-model.md run as they are there, and find equal bits."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+
+import pytest
+import torch
 
 from ..forks import python
 from ..patience import HANG
@@ -24,12 +27,11 @@ def reward(sample):
 """Defines what the loop takes as given."""
 
 
-def program(page: str) -> str:
-    """The first of a page."""
-    found = re.search(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    assert "assert torch.equal(recomputed.detach(), torch.tensor(sample.logprobs))" in found[1]
-    return found[1]
+def programs(page: str) -> list[str]:
+    """The programs of a page, of which the first compares each sample."""
+    found = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert "assert torch.equal(recomputed.detach().cpu(), torch.tensor(sample.logprobs))" in found[0]
+    return found
 
 
 def run(source: str) -> str:
@@ -37,13 +39,20 @@ def run(source: str) -> str:
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG).stdout
 
 
-def test_the_program_of_the_readme(tmp_path: Path) -> None:
-    folder = build_folder(tmp_path / "model")
-    source, names = re.subn(r"^NAME = .*$", f"NAME = {str(folder)!r}", program("README.md"), flags=re.MULTILINE)
-    assert names == 1
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_the_program_of_the_readme(device: str, tmp_path: Path) -> None:
+    source = programs("README.md")[0]
+    for name, value in (("NAME", str(build_folder(tmp_path / "model"))), ("DEVICE", device)):
+        source, found = re.subn(rf"^{name} = .*$", f"{name} = {value!r}", source, flags=re.MULTILINE)
+        assert found == 1
     assert run(source)
 
 
-def test_the_loop_over_your_own_model(tmp_path: Path) -> None:
+def test_the_programs_over_your_own_model(tmp_path: Path) -> None:
+    """The loop over single samples, then all of them in one call, padded and packed."""
     folder = build_folder(tmp_path / "model")
-    run(OWN.format(str(folder)) + program("docs/your-own-model.md"))
+    loop, batches = programs("docs/your-own-model.md")
+    assert batches.count("token_logprobs(") == 2
+    run(OWN.format(str(folder)) + loop + batches)

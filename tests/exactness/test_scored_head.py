@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from samebit.kernels import BindingError, bind, logprobs_from_logits, token_logprobs
+from samebit.kernels import BindingError, bind, logprobs_from_logits, token_logprobs, token_scores
 from samebit.kernels.binding.families import FAMILIES as BOUND
 from samebit.kernels.binding.families import Family
 from samebit.kernels.binding.trainer import logprob_head as scored_head
-from samebit.kernels.binding.trainer.training import token_scores
+from samebit.kernels.ops.logprobs import entropy_from_logits
 
 from ..campaign import CAMPAIGN, in_pairs
 from .families import DTYPES, FAMILIES, HYBRIDS, VOCAB, make_model, paired, token_ids
@@ -131,6 +131,17 @@ def test_hooks_before_the_head_and_on_the_model_run(monkeypatch: pytest.MonkeyPa
     assert torch.equal(scores(model), of_own_logits(bind(halved_head())))
     assert not all_logits_are_made(model, monkeypatch)
     assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("seven_rows")
+def test_wanted_tokens_alone_are_scored_with_the_entropies_of_the_models_own_logits() -> None:
+    model = bind(make_model("Qwen3"))
+    wanted = torch.rand(IDS.shape[0], IDS.shape[1] - 1, generator=torch.Generator().manual_seed(0)) < 0.5
+    found = token_scores(model, IDS, attention_mask=MASK, temperature=TEMPERATURES, wanted=wanted, with_entropy=True)
+    entropies = entropy_from_logits(model(input_ids=IDS, attention_mask=MASK).logits[:, :-1], TEMPERATURES)
+    scored = wanted & (MASK[:, 1:] * MASK[:, :-1]).bool()
+    assert torch.equal(found.log_probs, torch.where(scored, scores(model), 0.0))
+    assert torch.equal(found.entropy, torch.where(scored, entropies, 0.0))
 
 
 @pytest.mark.parametrize("name", ["log_probs", "entropy"])
