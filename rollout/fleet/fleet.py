@@ -302,8 +302,12 @@ class Fleet(Closing):
 
     def close(self) -> None:
         """Stop all replicas; pending requests fail. Closing twice is fine."""
-        self._carrier.fail_all(WorkerStateError("the fleet was closed"))
-        self._crew.close()
+        error = WorkerStateError("the fleet was closed")
+        self._carrier.fail_all(error)  # first: they do not wait until the replicas have ended
+        try:
+            self._crew.close()
+        finally:
+            self._carrier.fail_all(error)  # what was sent meanwhile; from here on nothing is
 
     # -- parts -------------------------------------------------------------------------------------
 

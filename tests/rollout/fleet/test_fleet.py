@@ -26,6 +26,7 @@ from samebit.rollout import (
     WorkerStateError,
 )
 from samebit.rollout.fleet.fleet import Fleet
+from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.rollout.keys.digest_key import DigestKey
@@ -522,6 +523,18 @@ def test_closing_fails_what_runs() -> None:
     local.fleet.close()
     with pytest.raises(WorkerStateError, match="the fleet was closed"):
         handle.result(HANG)
+
+
+def test_closing_fails_what_is_sent_while_it_fails_the_rest() -> None:
+    """As by a trainer's thread that sends on while another one closes."""
+    later: list[FleetHandle] = []
+    local = LocalFleet(prepare=gated)
+    handle = local.fleet.submit([1], PARAMS)
+    handle.when_done(lambda: later.append(local.fleet.submit([2], PARAMS)))
+    local.fleet.close()
+    assert later[0].done
+    with pytest.raises(WorkerStateError, match="the fleet was closed"):
+        later[0].result()
 
 
 def test_stats_of_each_replica_and_of_all() -> None:
