@@ -21,7 +21,7 @@ from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight
 from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER
 from samebit.rollout.errors import AdapterError, NoReplicaError, RequestError
 from samebit.rollout.fleet.crew import Crew
-from samebit.rollout.fleet.port import WantedAdapter
+from samebit.rollout.fleet.port import Wanted, WantedAdapter
 from samebit.rollout.outputs import RequestOutput
 from samebit.weight_sync import SyncReport
 
@@ -144,6 +144,11 @@ class FleetAdapters:
     def _forget(self, adapter: WantedAdapter, in_flight: str) -> None:
         del self._crew.wanted.adapters[adapter.inner]
         self._crew.command("forget_adapter", adapter.inner, in_flight)
+
+
+def is_known(inner: str | None, wanted: Wanted) -> bool:
+    """Return whether replicas have the adapter of this name there: one that was loaded may be forgotten by now."""
+    return inner is None or _MARK not in inner or inner in wanted.adapters
 
 
 def named_as_asked(output: RequestOutput) -> RequestOutput:

@@ -4,7 +4,8 @@ Invariants
 ----------
 * A request is counted in the router from before it is sent until it has ended.
 * Each ends once, with a result or an error by name; one whose replica died is sent to another if the fleet was asked
-  to, and no token of it was handed out yet. One whose replica broke is not: it may be what has broken it.
+  to, no token of it was handed out yet, and replicas know its adapter. One whose replica broke is not: it may be what
+  has broken it.
 * An id may belong to another request once one has ended: what a handle asks for is done for its own alone.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from samebit.rollout.errors import RequestIdInUseError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.adapters import named_as_asked
+from samebit.rollout.fleet.adapters import is_known, named_as_asked
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.places import Ticket
@@ -145,7 +146,7 @@ class Carrier:
         """Choose another replica for a request whose own has died, if it may have one and there is one."""
         if not self._crew.options.resubmit or running.handle.streamed or running.cancelled:
             return False
-        if running.member.state.broken is not None:
+        if running.member.state.broken is not None or not is_known(running.params.adapter, self._crew.wanted):
             return False
         self._crew.router.done(running.ticket, computed=False)
         try:

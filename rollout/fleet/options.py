@@ -46,7 +46,8 @@ class FleetOptions:
 
     router: how requests are placed.
     resubmit: send the requests of a replica that has died to another one, from their tokens. A request of which tokens
-        were streamed already ends with `WorkerLostError` all the same, as all do without this.
+        were streamed already ends with `WorkerLostError` all the same, as all do without this, and as does one under
+        an adapter that has got a new version since, or was dropped.
     max_restarts: how often a replica that has died is started again, each; 0 for never.
     silent_seconds: a replica that says nothing for so long takes no new requests until it speaks again.
     sync_timeout: how long an update waits for the other side while no weights move, in seconds.

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from samebit.rollout import AdapterError, RequestError, RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
-from samebit.rollout.errors import ModelLoadError, NoReplicaError
+from samebit.rollout.errors import ModelLoadError, NoReplicaError, WorkerLostError
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.replica import ReplicaSide
@@ -58,12 +58,12 @@ def save_adapter(folder: Path, seed: int, alpha: int = 6) -> Path:
 class ModelFleet:
     """A fleet whose replicas are workers of this process; each can be killed, and told to refuse a command."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, **options: Any) -> None:
         self.ports: dict[str, LocalPort] = {}
         self._model = tiny(0) if folder is None else folder
         self.refuses: str | None = None
         self.prepare: Callable[[LocalPort], None] | None = None
-        self.fleet = Fleet(self._start, 2, config=CONFIG, options=FleetOptions(max_restarts=1))
+        self.fleet = Fleet(self._start, 2, config=CONFIG, options=FleetOptions(max_restarts=1, **options))
 
     def _start(self, name: str, config: RolloutConfig) -> LocalPort:
         worker = RolloutWorker(copy.deepcopy(self._model), config=config)
@@ -189,6 +189,42 @@ def test_a_replica_that_is_started_again_has_the_adapters(local: ModelFleet, tmp
     local.kill("1")
     wait_until(lambda: fleet.stats()["replica_restarts"] == 2 and fleet.replicas["1"])
     assert drawn(fleet.generate(PROMPTS, asked("a"))) == before
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(renewed: bool, tmp_path: Path) -> None:
+    """Under a new version it would be another request: it is lost, which is no mistake of its caller."""
+    folder, taken = save_adapter(tmp_path / "a", seed=1), list[LocalPort]()
+
+    def never_answer_the_first(port: LocalPort) -> None:
+        run = port.side.run_followed
+
+        async def answered(prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+            taken.append(port)
+            if len(taken) == 1:
+                await asyncio.Event().wait()
+            return await run(prompt, params, request_id)
+
+        port.side.run_followed = answered
+
+    local = ModelFleet(resubmit=True)
+    with local.fleet as fleet:
+        fleet.load_adapter("a", folder)
+        expected = drawn(fleet.generate(PROMPTS[:1], asked("a")))
+        for port in local.ports.values():
+            never_answer_the_first(port)
+        handle = fleet.submit(PROMPTS[0], asked("a"))
+        wait_until(lambda: taken)
+        if renewed:
+            fleet.load_adapter("a", save_adapter(tmp_path / "b", seed=2))
+        taken[0].kill(fleet._crew.background.loop)
+        if renewed:
+            with pytest.raises(WorkerLostError):
+                handle.result(HANG)
+        else:
+            assert drawn([handle.result(HANG)]) == expected
+        stats = fleet.fleet_stats()
+        assert (stats["requests_lost"], stats["requests_resubmitted"]) == (renewed, not renewed)
 
 
 def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: ModelFleet, tmp_path: Path) -> None:
