@@ -235,6 +235,7 @@ class Fleet(Closing):
         with self._turn:
             self._crew.wanted = replace(self._crew.wanted, paused=False)
             self._crew.command("resume")
+        self._crew.background.spawn(self._weights.bring_up())  # one that could not let its requests finish now can
 
     @property
     def paused(self) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,6 @@ class ReplicaSide(AsyncWorker):
         self._readers: dict[str, tuple[int, TokenReader]] = {}
         self._something = asyncio.Event()
         self._reading: dict[str, asyncio.Future[SyncReport]] = {}
-        self._offered: Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._journal = await self.in_thread(lambda: worker.open_cache_journal(incarnation))
         worker.after_steps(self._stepped)
@@ -131,7 +129,7 @@ class ReplicaSide(AsyncWorker):
             await self.drop_adapter(name, in_flight=in_flight)
 
     async def offer_weights(self, timeout: float) -> Offer:
-        """Give the weights, as they are, to the one process that joins the group; `weights_given` waits for that."""
+        """Give the weights, as they are, to the one process that joins the group."""
         worker = self.rollout
         if not worker.has_weights:
             raise WorkerStateError("this replica has no weights to give: they sleep, or are incomplete")
@@ -141,14 +139,8 @@ class ReplicaSide(AsyncWorker):
             with BroadcastSender(gloo_group(store, 0, 2, timeout=timeout), timeout=timeout) as sender:
                 sender.send(WeightStream.of(worker.module))
 
-        self._offered = started(give)
+        started(give)  # who joins hears of its failure
         return Offer(self._host, store.port)
-
-    async def weights_given(self) -> None:
-        """Wait until the offered weights were taken. Raises what went wrong."""
-        if self._offered is None:
-            raise WorkerStateError("no weights were offered")
-        await asyncio.wrap_future(self._offered)
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 Invariants
 ----------
 * All replicas are given one version. From the first that has it, those that have not take no new requests until they
-  do; one that fails is brought up to date by another, or started again.
+  do; one that fails is brought up to date by another, or started again. What it has in flight is dealt with then as the
+  update was asked to.
 * A part of the weights goes only to replicas that have the rest; others then get all of them from one of these.
 * An update that no replica took changes nothing, and raises why.
 * One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree. A stream has
@@ -46,6 +47,7 @@ class FleetWeights:
         self._host = host
         self._turn = threading.Lock()
         self._timeout = crew.options.sync_timeout
+        self._manner: dict[str, Any] = {}
         self.version = max(member.state.weight_version for member in crew.members.values())
         crew.catch_up = self.catch_up
 
@@ -95,7 +97,7 @@ class FleetWeights:
                 raise ValueError(f"version must be above the current one ({self.version}), got {version}")
             options = {**vars(asked), "version": version}
             outcomes = self._everywhere(source, options)
-            return self._settled(outcomes, version)
+            return self._settled(outcomes, options)
 
     async def _catch_up(self, member: Member) -> None:
         if member.state.weight_version == self.version:
@@ -109,9 +111,7 @@ class FleetWeights:
             try:
                 offer = await giver.port.command("offer_weights", self._timeout)
                 link = BroadcastGroup(offer.host, offer.port, 1, 2, self._timeout)
-                await member.port.command("receive_weights", link, version=self.version)
-                await giver.port.command("weights_given")
-                await self._crew.refresh(member)
+                await self._crew.call(member, "receive_weights", link, version=self.version, **self._manner)
             except Exception as error:  # boundary: another may have them
                 logger.warning("replica %s did not get its weights from %s: %s", name, giver.name, error)
                 continue
@@ -202,18 +202,18 @@ class FleetWeights:
             outcomes[member] = taking.error if isinstance(taking.error, Exception) else taking.result()
         return outcomes
 
-    def _settled(self, outcomes: dict[Member, SyncReport | Exception], version: int) -> SyncReport:
+    def _settled(self, outcomes: dict[Member, SyncReport | Exception], options: dict[str, Any]) -> SyncReport:
         """Return a report; those that failed where others did not, or were not asked, are brought up to date."""
         reports = [one for one in outcomes.values() if isinstance(one, SyncReport)]
         if not reports:
             errors = [one for one in outcomes.values() if isinstance(one, Exception)]
             telling = [one for one in errors if not isinstance(one, WorkerLostError | SyncBrokenError)]
             raise (telling or errors)[0]
-        self.version = version
+        self.version, self._manner = options["version"], {name: options[name] for name in ("in_flight", "verify")}
         for member in self._crew.living():
             outcome = outcomes.get(member, "it came late, or lacked the version before")
             if not isinstance(outcome, SyncReport | WorkerLostError):
-                logger.warning("replica %s did not take version %d: %s", member.name, version, outcome)
+                logger.warning("replica %s did not take version %d: %s", member.name, self.version, outcome)
                 self._crew.background.spawn(self._behind(member))
         return reports[0]
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from samebit.rollout import NoReplicaError, WorkerStateError
-from samebit.weight_sync import BroadcastSender, SendReport
+from samebit.rollout.outputs import SampleOutput
+from samebit.weight_sync import BroadcastSender, SendReport, SyncReport
 
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
-from .local_fleet import LocalFleet
+from ..inside import num_waiting
+from .local_fleet import LocalFleet, LocalPort
 from .test_fleet import PARAMS, gated
 
 BIAS = {"proj.bias": torch.full((5,), 9.0)}
@@ -64,6 +69,77 @@ def test_a_replica_that_lacks_the_rest_of_a_partial_update_gets_all_weights_from
             assert port.side.rollout.weight_version == 2
             assert torch.equal(port.side.rollout.module.proj.weight, new.proj.weight)
             assert torch.equal(port.side.rollout.module.proj.bias, BIAS["proj.bias"])
+
+
+def saved(module: TinyModule, folder: Path) -> Path:
+    """Save the weights where replicas find them."""
+    folder.mkdir()
+    save_file({name: tensor.clone() for name, tensor in module.state_dict().items()}, folder / "model.safetensors")
+    return folder
+
+
+def refuse_once(port: LocalPort, error: Exception) -> list[dict[str, Any]]:
+    """Let the first update fail before anything is read; return the options of those that come."""
+    given: list[dict[str, Any]] = []
+    receive = port.side.receive_weights
+
+    async def received(source: object, **options: Any) -> SyncReport:
+        given.append(options)
+        if len(given) == 1:
+            raise error
+        return await receive(source, **options)
+
+    port.side.receive_weights = received
+    return given
+
+
+def versions(sample: SampleOutput) -> set[int]:
+    """Return the versions of the weights under which the tokens were sampled."""
+    return {version for _, _, version in sample.weight_versions}
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "wait", "abort"])
+def test_a_replica_that_gets_the_weights_later_deals_with_its_requests_as_the_update_was_asked_to(
+    in_flight: str, tmp_path: Path
+) -> None:
+    """A request that goes on with what it has would be a mixture, which its caller has ruled out."""
+    with LocalFleet(replicas=2, prepare=gated) as local:
+        fleet = local.fleet
+        handle = fleet.submit([1] * 9, PARAMS)
+        port = local.ports[local.busy()[0]]
+        port.runner.gate.wait_for_a_step()
+        given = refuse_once(port, FileNotFoundError("not there yet"))
+        fleet.receive_weights(saved(TinyModule(), tmp_path / "1"), in_flight=in_flight, verify=True)
+        wait_until(lambda: num_waiting(port.side.rollout))
+        port.runner.gate.release(1000)
+        sample = handle.result(HANG).samples[0]
+        assert sample.finish_reason == ("abort" if in_flight == "abort" else "length")
+        assert sample.context_versions == sample.weight_versions
+        assert versions(sample) == ({0, 1} if in_flight == "recompute" else {0})
+        wait_until(lambda: all(fleet.replicas.values()))
+        assert [options["verify"] for options in given] == [True, True]
+
+
+def test_a_replica_whose_requests_had_to_finish_first_gets_the_weights_once_a_pause_has_ended(tmp_path: Path) -> None:
+    with LocalFleet(replicas=2, prepare=gated) as local:
+        fleet = local.fleet
+        handle = fleet.submit([1] * 9, PARAMS)
+        [name] = local.busy()
+        port, gate = local.ports[name], local.ports[name].runner.gate
+        gate.wait_for_a_step()
+        with ThreadPoolExecutor(1) as other:
+            pausing = other.submit(fleet.pause)
+            wait_until(lambda: num_waiting(port.side.rollout))
+            gate.release()
+            pausing.result(HANG)
+        fleet.receive_weights(saved(TinyModule(), tmp_path / "1"), in_flight="wait")
+        wait_until(lambda: port.commands.count("receive_weights") == 2 and not fleet._weights._turn.locked())
+        assert not fleet.replicas[name]
+        gate.release(1000)
+        fleet.resume()
+        assert versions(handle.result(HANG).samples[0]) == {0}
+        wait_until(lambda: all(fleet.replicas.values()))
+        assert port.side.rollout.weight_version == 1
 
 
 def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
