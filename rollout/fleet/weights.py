@@ -6,23 +6,25 @@ Invariants
   do; one that fails is brought up to date by another, or started again. What it has in flight is dealt with then as the
   update was asked to.
 * A part of the weights goes only to replicas that have the rest; others then get all of them from one of these.
-* An update that no replica took changes nothing, and raises why.
+* An update that no replica took changes nothing, and raises why. What comes of one that replicas were asked to take is
+  noted on the loop, to the end, also if its caller is interrupted; until then none follows, and nobody catches up.
 * One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree. A stream has
   been gone through however its update ends: other ranks may be gathering the same tensors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import BEHIND, Crew, Doing, Member, in_turn
+from samebit.rollout.fleet.crew import BEHIND, Crew, Member, in_turn
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -38,6 +40,8 @@ from samebit.weight_sync.wire.stream import gone_through
 
 logger = logging.getLogger(__name__)
 
+Outcomes: TypeAlias = "dict[Member, SyncReport | BaseException]"
+
 
 class FleetWeights:
     """Knows the version of the fleet's weights. host: where replicas reach this process."""
@@ -46,6 +50,7 @@ class FleetWeights:
         self._crew = crew
         self._host = host
         self._turn = threading.Lock()
+        self._settling = asyncio.Lock()  # on the loop: held for as long as replicas have an update in their hands
         self._timeout = crew.options.sync_timeout
         self._manner: dict[str, Any] = {}
         self.version = max(member.state.weight_version for member in crew.members.values())
@@ -79,7 +84,7 @@ class FleetWeights:
         Raises:
             WorkerLostError: the replica has died meanwhile.
         """
-        async with in_turn(self._turn):
+        async with in_turn(self._turn), self._settling:
             await self._catch_up(member)
 
     # -- parts -------------------------------------------------------------------------------------
@@ -92,12 +97,11 @@ class FleetWeights:
                 f"*.safetensors, not from {type(source).__name__}"
             )
         with self._turn:
+            self._crew.background.wait(self._settled())
             version = self.version + 1 if asked.version is None else asked.version
             if version <= self.version:
                 raise ValueError(f"version must be above the current one ({self.version}), got {version}")
-            options = {**vars(asked), "version": version}
-            outcomes = self._everywhere(source, options)
-            return self._settled(outcomes, options)
+            return _told(self._everywhere(source, {**vars(asked), "version": version}))
 
     async def _catch_up(self, member: Member) -> None:
         if member.state.weight_version == self.version:
@@ -119,13 +123,13 @@ class FleetWeights:
             return
         logger.warning("replica %s takes no requests: %s, and no other can give them now", name, why)
 
-    def _everywhere(self, source: object, options: dict[str, Any]) -> dict[Member, SyncReport | Exception]:
+    def _everywhere(self, source: object, options: dict[str, Any]) -> Outcomes:
         """Give the weights to all. A broadcast that a death has broken is made again, if the source can be read twice;
         what each replica said last is returned."""
         while True:
             members = self._takers(partial=options["partial"])
             if isinstance(source, str | Path):
-                return self._waited({one: self._begin(one, str(source), options) for one in members})
+                return self._crew.background.wait(self._give(dict.fromkeys(members, str(source)), options))
             outcomes = self._broadcast(source, members, options)
             died = any(isinstance(one, WorkerLostError) for one in outcomes.values())
             taken = any(isinstance(one, SyncReport) for one in outcomes.values())
@@ -151,14 +155,13 @@ class FleetWeights:
             )
         return having
 
-    def _broadcast(
-        self, source: object, members: list[Member], options: dict[str, Any]
-    ) -> dict[Member, SyncReport | Exception]:
+    def _broadcast(self, source: object, members: list[Member], options: dict[str, Any]) -> Outcomes:
         store, size = listening_store(self._host), len(members) + 1
-        receiving = {
-            member: self._begin(member, BroadcastGroup(self._host, store.port, rank, size, self._timeout), options)
+        links = {
+            member: BroadcastGroup(self._host, store.port, rank, size, self._timeout)
             for rank, member in enumerate(members, 1)
         }
+        giving = self._crew.background.spawn(self._give(links, options))
         broken: Exception | None = None
         try:
             group = gloo_group(store, 0, size, timeout=self._timeout)
@@ -166,13 +169,24 @@ class FleetWeights:
                 sender.send(source)
         except (SyncBrokenError, SyncRefusedError) as error:
             broken = error  # a replica's own error says more
-        outcomes = self._waited(receiving)
+        outcomes = giving.result()
         if broken is not None and all(isinstance(one, SyncReport) for one in outcomes.values()):
             logger.warning("version %d is on all replicas, but its sender gave up: %s", options["version"], broken)
         return outcomes
 
-    def _begin(self, member: Member, source: object, options: dict[str, Any]) -> Doing[SyncReport]:
-        return self._crew.background.spawn(self._take(member, source, options))
+    async def _settled(self) -> None:
+        """Wait until the replicas have ended an update whose caller waits no longer."""
+        async with self._settling:
+            pass
+
+    async def _give(self, sources: Mapping[Member, object], options: dict[str, Any]) -> Outcomes:
+        """Let replicas take an update, and wait for what comes of it. From when one has it, it is the fleet's."""
+        async with self._settling:
+            taking = [self._take(member, source, options) for member, source in sources.items()]
+            outcomes = dict(zip(sources, await asyncio.gather(*taking, return_exceptions=True), strict=True))
+            if any(isinstance(one, SyncReport) for one in outcomes.values()):
+                self._settle(outcomes, options)
+            return outcomes
 
     async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
         life = member.incarnation
@@ -195,27 +209,14 @@ class FleetWeights:
                     why = f"its weights are of version {member.state.weight_version}, not {version}"
                     self._crew.router.close(member.name, BEHIND, why)
 
-    def _waited(self, receiving: dict[Member, Doing[SyncReport]]) -> dict[Member, SyncReport | Exception]:
-        outcomes: dict[Member, SyncReport | Exception] = {}
-        for member, taking in receiving.items():
-            taking.wait()
-            outcomes[member] = taking.error if isinstance(taking.error, Exception) else taking.result()
-        return outcomes
-
-    def _settled(self, outcomes: dict[Member, SyncReport | Exception], options: dict[str, Any]) -> SyncReport:
-        """Return a report; those that failed where others did not, or were not asked, are brought up to date."""
-        reports = [one for one in outcomes.values() if isinstance(one, SyncReport)]
-        if not reports:
-            errors = [one for one in outcomes.values() if isinstance(one, Exception)]
-            telling = [one for one in errors if not isinstance(one, WorkerLostError | SyncBrokenError)]
-            raise (telling or errors)[0]
+    def _settle(self, outcomes: Outcomes, options: dict[str, Any]) -> None:
+        """Note the new version; those that failed where others did not, or were not asked, are brought up to date."""
         self.version, self._manner = options["version"], {name: options[name] for name in ("in_flight", "verify")}
         for member in self._crew.living():
             outcome = outcomes.get(member, "it came late, or lacked the version before")
             if not isinstance(outcome, SyncReport | WorkerLostError):
                 logger.warning("replica %s did not take version %d: %s", member.name, self.version, outcome)
-                self._crew.background.spawn(self._behind(member))
-        return reports[0]
+                self._crew.background.keep(self._behind(member))
 
     async def _behind(self, member: Member) -> None:
         life = member.incarnation
@@ -223,3 +224,13 @@ class FleetWeights:
             await self.catch_up(member)
         except WorkerLostError as error:
             await self._crew.lose(member, life, error)
+
+
+def _told(outcomes: Outcomes) -> SyncReport:
+    """Return the report of a replica that has taken an update. Raises the most telling error where none has."""
+    for outcome in outcomes.values():
+        if isinstance(outcome, SyncReport):
+            return outcome
+    errors = [one for one in outcomes.values() if not isinstance(one, SyncReport)]
+    telling = [one for one in errors if not isinstance(one, WorkerLostError | SyncBrokenError)]
+    raise (telling or errors)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..conftest import TinyModule
 from ..inside import num_waiting
 from .local_fleet import LocalFleet, LocalPort
 from .test_fleet import PARAMS, gated
+from .test_fleet_restarts import interrupted
 
 BIAS = {"proj.bias": torch.full((5,), 9.0)}
 
@@ -168,6 +170,51 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
         assert all(local.fleet.replicas.values())
         local.fleet._weights._timeout = HANG
         assert local.fleet.receive_weights(TinyModule()).version == 2
+
+
+def test_what_a_replica_takes_of_an_interrupted_update_is_the_fleets(tmp_path: Path) -> None:
+    """One reads the folder when the caller has gone, the other can not: no two weights are ever of one version."""
+    new, began, may_read = TinyModule(), threading.Event(), threading.Event()
+    with LocalFleet(replicas=2) as local:
+        fleet, side = local.fleet, local.ports["0"].side
+        receive = side.receive_weights
+
+        async def read_late(source: object, **options: Any) -> SyncReport:
+            began.set()
+            await asyncio.to_thread(may_read.wait, HANG)
+            return await receive(source, **options)
+
+        side.receive_weights = read_late
+        refuse_once(local.ports["1"], FileNotFoundError("not there yet"))
+        folder = saved(TinyModule(), tmp_path / "1")
+        interrupted(lambda: fleet.receive_weights(folder), once=began.is_set)
+        assert fleet.weight_version == 0
+        may_read.set()
+        assert fleet.receive_weights(saved(new, tmp_path / "2")).version == fleet.weight_version == 2
+        wait_until(lambda: all(fleet.replicas.values()))
+        for port in local.ports.values():
+            assert port.side.rollout.weight_version == 2
+            assert torch.equal(port.side.rollout.module.proj.weight, new.proj.weight)
+
+
+def test_an_interrupt_after_the_last_weight_leaves_the_fleet_at_the_version_of_its_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sender(BroadcastSender):
+        def send(self, *args: object, **options: object) -> SendReport:
+            super().send(*args, **options)
+            raise KeyboardInterrupt
+
+    with LocalFleet(replicas=2) as local:
+        fleet = local.fleet
+        with monkeypatch.context() as patched:
+            patched.setattr("samebit.rollout.fleet.weights.BroadcastSender", Sender)
+            with pytest.raises(KeyboardInterrupt):
+                fleet.receive_weights(TinyModule())
+        fleet.sleep("kv_cache")
+        fleet.wake_up()
+        assert fleet.receive_weights(TinyModule()).version == fleet.weight_version == 2
+        assert all(fleet.replicas.values())
 
 
 def test_a_stream_is_gone_through_whatever_ends_its_update() -> None:
