@@ -257,7 +257,7 @@ class Crew:
 
     async def _next_feed(self, member: Member, port: ReplicaPort) -> Feed:
         waiting = asyncio.ensure_future(port.feed())
-        waiting.add_done_callback(_hear)
+        waiting.add_done_callback(heard)
         try:
             done, _ = await asyncio.wait((waiting,), timeout=self.options.silent_seconds)
             if not done:
@@ -380,7 +380,7 @@ def _fate(member: Member) -> str:
     return "its process has died" if member.state.broken is None else member.state.broken
 
 
-def _hear(feed: asyncio.Future[Feed]) -> None:
-    """Take note of the error of a feed that is not awaited any more: the fleet closes."""
-    if not feed.cancelled():
-        feed.exception()
+def heard(answer: asyncio.Future[Any]) -> None:
+    """Take note of the error of an answer that may not be awaited any more."""
+    if not answer.cancelled():
+        answer.exception()

@@ -50,7 +50,8 @@ class FleetOptions:
         an adapter that has got a new version since, or was dropped.
     max_restarts: how often a replica that has died is started again, each; 0 for never.
     silent_seconds: a replica that says nothing for so long takes no new requests until it speaks again.
-    sync_timeout: how long an update waits for the other side while no weights move, in seconds.
+    sync_timeout: how long an update waits for the other side while no weights move, in seconds. A replica that has not
+        answered then is asked how it is; one that says nothing for as long again, nor for `silent_seconds`, is dead.
     """
 
     router: RouterOptions = field(default_factory=RouterOptions)

@@ -8,6 +8,7 @@ Invariants
 * A part of the weights goes only to replicas that have the rest; others then get all of them from one of these.
 * An update that no replica took changes nothing, and raises why. What comes of one that replicas were asked to take is
   noted on the loop, to the end, also if its caller is interrupted; until then none follows, and nobody catches up.
+* Nobody waits for a replica that hangs: one that does not answer, nor say how it is, counts as dead.
 * One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree. A stream has
   been gone through however its update ends: other ranks may be gathering the same tensors.
 """
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import BEHIND, Crew, Member, in_turn
+from samebit.rollout.fleet.crew import BEHIND, Crew, Member, heard, in_turn
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -113,9 +114,9 @@ class FleetWeights:
             if giver is member or giver.state.weight_version != self.version or "weights" in giver.state.sleeping:
                 continue
             try:
-                offer = await giver.port.command("offer_weights", self._timeout)
+                offer = await self._answered(giver, "offer_weights", self._timeout)
                 link = BroadcastGroup(offer.host, offer.port, 1, 2, self._timeout)
-                await self._crew.call(member, "receive_weights", link, version=self.version, **self._manner)
+                await self._answered(member, "receive_weights", link, version=self.version, **self._manner)
             except Exception as error:  # boundary: another may have them
                 logger.warning("replica %s did not get its weights from %s: %s", name, giver.name, error)
                 continue
@@ -191,13 +192,33 @@ class FleetWeights:
     async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
         life = member.incarnation
         try:
-            report: SyncReport = await self._crew.call(member, "receive_weights", source, **options)
+            report: SyncReport = await self._answered(member, "receive_weights", source, **options)
         except WorkerLostError as error:
             await self._crew.lose(member, life, error)
             raise
         finally:
             self._compare(options["version"])
         return report
+
+    async def _answered(self, member: Member, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method of a replica, and wait for as long as that says how it is: it may let requests finish first.
+
+        Raises:
+            WorkerLostError: it has died, is broken, or hangs.
+        """
+        life, limit = member.incarnation, max(self._timeout, self._crew.options.silent_seconds)
+        call = asyncio.ensure_future(self._crew.call(member, name, *args, **options))
+        call.add_done_callback(heard)
+        try:
+            while not (await asyncio.wait((call,), timeout=self._timeout))[0]:
+                await asyncio.wait_for(self._crew.refresh(member), limit)
+        except asyncio.TimeoutError:
+            error = WorkerLostError(f"it hangs: it has not answered {name}, nor said for {limit:g} s how it is")
+            await self._crew.lose(member, life, error)
+            raise error from None
+        finally:
+            call.cancel()
+        return call.result()
 
     def _compare(self, version: int) -> None:
         """Let those without the newest weights wait for them, once one has them."""

@@ -217,6 +217,39 @@ def test_an_interrupt_after_the_last_weight_leaves_the_fleet_at_the_version_of_i
         assert all(fleet.replicas.values())
 
 
+def hang(local: LocalFleet, name: str, command: str) -> None:
+    """Let a replica answer this command, and how it is, never: as a process that was stopped. What follows has time."""
+
+    async def never(*_: object, **__: object) -> None:
+        local.fleet._weights._timeout = HANG
+        await asyncio.Event().wait()
+
+    for one in (command, "state"):
+        setattr(local.ports[name].side, one, never)
+
+
+def test_an_update_reaches_the_others_where_a_replica_hangs(tmp_path: Path) -> None:
+    new = TinyModule()
+    with LocalFleet(replicas=2, sync_timeout=1.0, silent_seconds=2.0) as local:
+        hang(local, "1", "receive_weights")
+        assert local.fleet.receive_weights(saved(new, tmp_path / "1")).version == 1
+        wait_until(lambda: local.started.count("1") == 2 and all(local.fleet.replicas.values()))
+        for port in local.ports.values():
+            assert torch.equal(port.side.rollout.module.proj.weight, new.proj.weight)
+
+
+def test_a_replica_gets_the_weights_where_the_first_that_has_them_hangs() -> None:
+    new = TinyModule()
+    with LocalFleet(replicas=3, silent_seconds=2.0) as local:
+        local.fleet.receive_weights(new)
+        hang(local, "0", "offer_weights")
+        local.fleet._weights._timeout = 1.0
+        local.kill("1")
+        wait_until(lambda: sorted(local.started) == ["0", "0", "1", "1", "2"] and all(local.fleet.replicas.values()))
+        for port in local.ports.values():
+            assert torch.equal(port.side.rollout.module.proj.weight, new.proj.weight)
+
+
 def test_a_stream_is_gone_through_whatever_ends_its_update() -> None:
     """The trainer's other ranks gather it too, and would wait."""
 
