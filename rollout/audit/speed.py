@@ -16,6 +16,7 @@ from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.adapters.base import Base
+from samebit.rollout.adapters.pinned import Pinned
 from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
 from samebit.rollout.memory.shape import MemoryShape
 from samebit.rollout.models.loading import load_model, naming, position_limit
@@ -96,7 +97,8 @@ def speed_figures(
     Raises:
         ValueError: the model can not be loaded or bound, or is too short for this load.
     """
-    base = Base.of(folder, revision)
+    model, revision = Pinned.of(folder, revision).here()
+    base = Base.of(model, revision)
     length = _checked_length(load, position_limit(cast(str | Path, base.model), base.revision))
     config = RolloutConfig(
         dtype=dtype, revision=revision, dequantize=dequantize, device=device, max_num_seqs=load.requests,
@@ -105,7 +107,7 @@ def speed_figures(
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
     rng = random.Random(load.seed)
     speeds, first_tokens = [], []
-    with RolloutWorker(folder, config=config) as worker:
+    with RolloutWorker(model, config=config) as worker:
         vocab_size = binding_of(worker.module).vocab_size
         for number in range(ROUNDS + 1):
             prompts = [rng.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.requests)]

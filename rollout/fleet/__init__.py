@@ -7,5 +7,5 @@ a fleet is run. What carries its calls to a `replica` is a `port.ReplicaPort`: a
 whatever else a test puts there.
 
 Imports what a worker's callers have, the words of `adapters`, `control`, `cache`, `publishing`, `requests`,
-`keys` and `integrations.links`, and `samebit.weight_sync`; no model and no kernel.
+`keys` and `integrations.links`, `models.hub`, and `samebit.weight_sync`; no model and no kernel.
 """

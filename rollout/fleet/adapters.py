@@ -5,7 +5,8 @@ Invariants
 * A replica knows an adapter by a name of its own for each load. So a name means another adapter from one request to the
   next, on all replicas at once, when all of them have it; what one of them refuses, none has.
 * A request that was sent ends under the adapter that it was sent with.
-* A replica that is started again reads the folders again; one that finds another adapter there takes no requests.
+* A replica that is started again reads the folders again, and of a name of the hub the commit that was found when it
+  was loaded; one that finds another adapter there takes no requests.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER
 from samebit.rollout.errors import AdapterError, NoReplicaError, RequestError
 from samebit.rollout.fleet.crew import Crew
 from samebit.rollout.fleet.port import Wanted, WantedAdapter
+from samebit.rollout.models.hub import commit_of, is_name
 from samebit.rollout.outputs import RequestOutput
 from samebit.weight_sync import SyncReport
 
@@ -75,6 +77,7 @@ class FleetAdapters:
 
         Raises:
             AdapterError: a name, a version or an adapter that will not do, or replicas that read different ones.
+            ModelLoadError: no such folder; or a name that is not known, or not to be reached.
             TypeError: the source is no folder.
             NoReplicaError: all replicas are dead.
         """
@@ -88,6 +91,7 @@ class FleetAdapters:
             raise AdapterError(
                 f"an adapter's name must be a string that is not empty nor the model's own, got {name!r}"
             )
+        revision = commit_of(source, asked.revision, "adapter") if is_name(source) else asked.revision
         with self._turn:
             before = self._known.get(name)
             current = 0 if before is None else before.version
@@ -97,7 +101,7 @@ class FleetAdapters:
             number = next(self._numbers)
             wanted = WantedAdapter(
                 f"{name}{_MARK}{number - _FIRST_LOADED}", str(source), version, number, asked.config,
-                asked.autocast, revision=asked.revision,
+                asked.autocast, revision=revision,
             )  # fmt: skip
             report = self._read_everywhere(wanted)
             with self.sending:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeGuard
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -41,9 +42,23 @@ def model_folder(model: str | Path, revision: str | None = None, what: str = "mo
                 f"revision={revision!r} is for a name of the Hugging Face hub, and {folder} is a folder"
             )
         return folder
-    if isinstance(model, Path) or not _may_be_a_name(model):
+    if not is_name(model):
         raise ModelLoadError(f"no such {what} folder: {folder}")
     return _snapshot(model, revision, what)
+
+
+def commit_of(name: str, revision: str | None = None, what: str = "model") -> str:
+    """Return the commit that a name stands for now; its snapshot is downloaded where the cache lacks it.
+
+    Raises:
+        ModelLoadError: the name is not known, or not to be reached.
+    """
+    return _snapshot(name, revision, what).name
+
+
+def is_name(model: object) -> TypeGuard[str]:
+    """Tell whether this is looked for on the hub: nothing here is called so, and it is not written as a path."""
+    return isinstance(model, str) and _may_be_a_name(model)
 
 
 def _may_be_a_name(text: str) -> bool:
@@ -61,7 +76,9 @@ def _snapshot(name: str, revision: str | None, what: str) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except (RevisionNotFoundError, GatedRepoError, RepositoryNotFoundError) as error:
         raise _refusal(name, revision, what, error) from error
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # boundary: of a commit, huggingface_hub passes on what its HTTP client raises
         cached = _cached(name, revision)
         if cached is None:
             raise _refusal(name, revision, what, error) from error

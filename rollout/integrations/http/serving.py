@@ -3,6 +3,7 @@
 Invariants
 ----------
 * The ports are taken before the model is loaded: a port in use is known at once.
+* What a name of the hub stands for is found once: the tokenizer is that of the weights, in each replica.
 * At SIGTERM or SIGINT no connection is taken any more; what runs may end within `shutdown_seconds`, and the worker is
   closed last. A command that still waits for a trainer ends with the process.
 """
@@ -16,7 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import config as logging_config
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from samebit.rollout.adapters.base import Base
+from samebit.rollout.adapters.pinned import Pinned
 from samebit.rollout.errors import SelfTestError
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
@@ -97,12 +99,15 @@ def _noted(number: int, _: FrameType | None) -> None:
 
 def load(setup: Setup) -> Service:
     """Load model and tokenizer. Raises ValueError for what can not be served."""
-    tokenizer = Base.of(setup.model, setup.worker.revision).tokenizer()
+    pinned = Pinned.of(setup.model, setup.worker.revision)
+    model, revision = pinned.here()
+    tokenizer = Base.of(model, revision).tokenizer()
     one = setup.settings.replicas == 1
     name = setup.settings.served_model_name or setup.model
     tracing = tracing_of(setup.settings.otlp_traces_endpoint, name)
     check_parser(setup.settings.tool_call_parser, tokenizer)
-    worker = RolloutWorker(setup.model, config=setup.worker, tokenizer=tokenizer) if one else fleet_of(setup)
+    config = replace(setup.worker, revision=revision)
+    worker = RolloutWorker(model, config=config, tokenizer=tokenizer) if one else fleet_of(setup, pinned)
     return Service(worker, setup.settings, name, tokenizer, tracing)
 
 
@@ -118,8 +123,8 @@ def tracing_of(endpoint: str | None, name: str) -> Tracing | None:
         raise ValueError(f"otlp_traces_endpoint={endpoint!r}: {error}") from error
 
 
-def fleet_of(setup: Setup) -> Fleet:
-    """Start the replicas, on a running Ray cluster or on one of this process alone.
+def fleet_of(setup: Setup, model: Pinned) -> Fleet:
+    """Start the replicas of a setup's model, on a running Ray cluster or on one of this process alone.
 
     Raises:
         ValueError: Ray is not installed, its cluster is too small, or the model can not be served.
@@ -131,7 +136,7 @@ def fleet_of(setup: Setup) -> Fleet:
         raise ValueError(f"replicas={setup.settings.replicas}: {error}") from error
     fleets = connect(setup.settings.ray_address)
     return fleets.start(
-        setup.model,
+        model,
         replicas=setup.settings.replicas,
         config=setup.worker,
         options=FleetOptions(resubmit=setup.settings.resubmit),

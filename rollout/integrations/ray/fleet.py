@@ -3,16 +3,19 @@
 Invariants
 ----------
 * The fleet's digest key is pickled in one call, the one that loads a replica's model.
+* All replicas read the commit that was found when the fleet was started, whenever they are started themselves.
 * The actors belong to the process that started them: when that ends, however it ends, Ray ends them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from samebit.rollout.adapters.pinned import Pinned
 from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.fleet.fleet import Fleet
@@ -27,10 +30,20 @@ from samebit.rollout.keys.digest_key import handed_over
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
 
 
 class FleetActor(ReplicaSide, RolloutActor):
     """Runs a replica in an actor."""
+
+    async def load_pinned(self, model: Pinned, config: RolloutConfig) -> int:
+        """Do as `load` with what the fleet has found."""
+
+        def make() -> RolloutWorker:
+            found, revision = model.here()
+            return RolloutWorker(found, config=replace(config, revision=revision))
+
+        return (await self.build(make)).weight_version
 
     async def begin(self, incarnation: int, host: str | None = None) -> Introduction:
         return await super().begin(incarnation, _this_node() if host is None else host)
@@ -71,7 +84,7 @@ class RayFleet(Fleet):
     @classmethod
     def start(
         cls,
-        model: str | Path,
+        model: str | Path | Pinned,
         *,
         replicas: int,
         config: RolloutConfig | None = None,
@@ -81,6 +94,7 @@ class RayFleet(Fleet):
     ) -> RayFleet:
         """Start the replicas and load a model folder in each. Ray must be running (`ray.init`).
 
+        model: a name of the hub is looked up once, here, unless this is `Pinned` already.
         num_cpus: cores that Ray reserves for each, and threads that it computes with unless the config says.
         actor_options: Ray's own, as in `.options()`, of each actor.
 
@@ -94,6 +108,8 @@ class RayFleet(Fleet):
                 raise ValueError(f"a fleet names, restarts and ends its actors itself: leave out {name}")
         check_room(replicas, num_cpus, reserved=in_a_group(actor_options))
         threads = None if config is None else config.num_threads
+        revision = None if config is None else config.revision
+        pinned = model if isinstance(model, Pinned) else Pinned.of(model, revision)
 
         def begin(name: str, inner: RolloutConfig) -> RayPort:
             actor = start_actor(
@@ -101,7 +117,7 @@ class RayFleet(Fleet):
             )
             try:
                 with handed_over():
-                    loading = actor.load.remote(str(model), inner)
+                    loading = actor.load_pinned.remote(pinned, inner)
                 wait_for(loading)
             except BaseException:
                 ray.kill(actor)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,6 +26,7 @@ from samebit.rollout.integrations.links import Sources
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
 from ..conftest import FakeRunner
+from ..requests.test_hub import Cache
 from ..tiny_llama import tiny
 from .local_fleet import LocalPort
 
@@ -225,6 +227,26 @@ def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(renewed: bool, t
             assert drawn([handle.result(HANG)]) == expected
         stats = fleet.fleet_stats()
         assert (stats["requests_lost"], stats["requests_resubmitted"]) == (renewed, not renewed)
+
+
+def test_a_replica_that_is_started_again_reads_the_commit_of_a_name_that_the_others_have(
+    local: ModelFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch has moved on meanwhile."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    fleet, name = local.fleet, "samebit-tests/adapter"
+    cache = Cache(tmp_path / "hub", name)
+    cache.add("a" * 40, save_adapter(tmp_path / "a", seed=1), "main")
+    fleet.load_adapter("a", name)
+    before = drawn(fleet.generate(PROMPTS, asked("a")))
+    cache.add("b" * 40, save_adapter(tmp_path / "b", seed=2), "main")
+    for restarts, replica in enumerate(("0", "1"), 1):
+        local.kill(replica)
+        member = fleet._crew.members[replica]
+        wait_until(lambda: fleet.stats()["replica_restarts"] == restarts and not member.starting)  # noqa: B023
+        assert fleet.replicas[replica]
+    assert drawn(fleet.generate(PROMPTS, asked("a"))) == before
 
 
 def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: ModelFleet, tmp_path: Path) -> None:

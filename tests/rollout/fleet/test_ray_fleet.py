@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import huggingface_hub.constants
 import openai
 import pytest
 import torch
@@ -22,15 +23,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # n
 
 from samebit.kernels import bind, token_logprobs  # noqa: E402
 from samebit.rollout import ModelLoadError, RolloutConfig, SamplingParams, WorkerLostError  # noqa: E402
+from samebit.rollout.adapters.pinned import Pinned  # noqa: E402
 from samebit.rollout.fleet.options import FleetOptions  # noqa: E402
 from samebit.rollout.integrations.http.service import Service  # noqa: E402
 from samebit.rollout.integrations.http.serving import Server, fleet_of, open_sockets  # noqa: E402
 from samebit.rollout.integrations.http.settings import ServeSettings, read_setup  # noqa: E402
 from samebit.rollout.integrations.ray import RayFleet, room  # noqa: E402
+from samebit.rollout.integrations.ray import fleet as ray_fleet  # noqa: E402
 
 from ...patience import HANG, wait_until  # noqa: E402
 from ..http.served import NAME, build_folder, byte_tokenizer  # noqa: E402
 from ..http.test_streams import ask  # noqa: E402
+from ..requests.test_hub import Cache  # noqa: E402
 from .test_fleet import as_of_feeds  # noqa: E402
 
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=400, seed=3, num_threads=1)
@@ -207,6 +211,35 @@ def test_a_killed_replica_comes_back_with_the_weights_of_the_others(fleet: RayFl
     assert fleet.stats()["replica_restarts"] == 1
 
 
+def test_a_replica_that_is_started_again_reads_the_commit_that_the_fleet_has_found(
+    cluster: None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch has moved on meanwhile, and no update has told the two apart."""
+
+    def use_the_cache() -> None:
+        huggingface_hub.constants.HF_HUB_CACHE = str(tmp_path / "hub")
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+    class WithCache(ray_fleet.FleetActor):
+        def __init__(self) -> None:
+            super().__init__()
+            use_the_cache()
+
+    for constant in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.setattr(huggingface_hub.constants, constant, getattr(huggingface_hub.constants, constant))
+    use_the_cache()
+    start = ray_fleet.start_actor
+    monkeypatch.setattr(ray_fleet, "start_actor", lambda _, **options: start(WithCache, **options))
+    cache, params = Cache(tmp_path / "hub"), SamplingParams(max_tokens=9, temperature=0.7, seed=4)
+    cache.add("a" * 40, folder, "main")
+    model_of(folder, 1).save_pretrained(tmp_path / "next")
+    with RayFleet.start("samebit-tests/tiny-llama", replicas=1, config=CONFIG) as one:
+        cache.add("b" * 40, tmp_path / "next", "main")
+        os.kill(one._crew.members["0"].pid, signal.SIGKILL)
+        wait_until(lambda: one.stats()["replica_restarts"] == 1 and one.replicas["0"])
+        assert differing(bind(model_of(folder)), one.generate(PROMPTS, params), 0.7) == 0
+
+
 def test_bad_fleets_are_named(cluster: None, folder: Path) -> None:
     with pytest.raises(ValueError, match="replicas must be an int of at least 1, got 0"):
         RayFleet.start(folder, replicas=0)
@@ -262,13 +295,13 @@ def test_the_cores_of_a_server_are_shared_as_its_cluster_counts_them(
     """It has 4; a container's machine, or that of the front, may have others."""
     asked: list[int] = []
 
-    def start(model: str, *, num_cpus: int, **_: object) -> None:
+    def start(model: Pinned, *, num_cpus: int, **_: object) -> None:
         asked.append(num_cpus)
 
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(RayFleet, "start", start)
     for flags in (["2"], ["3"], ["9"], ["2", "--replica-cpus", "7"]):
-        fleet_of(read_setup([str(folder), "--replicas", *flags], {}))
+        fleet_of(read_setup([str(folder), "--replicas", *flags], {}), Pinned(folder, None))
     assert asked == [2, 1, 1, 7]
 
 

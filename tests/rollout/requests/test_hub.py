@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import socket
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 from transformers import LlamaForCausalLM
 
 from samebit.rollout.cli import main
@@ -28,6 +30,7 @@ from samebit.rollout.worker import RolloutWorker
 from ..tiny_llama import byte_fallback_tokenizer, smallest
 
 NAME = "samebit-tests/tiny-llama"
+ADAPTER = "samebit-tests/adapter"
 FIRST, SECOND = "a" * 40, "b" * 40
 
 
@@ -170,6 +173,47 @@ def test_a_server_of_an_adapter_has_the_tokenizer_of_its_folder_or_of_its_model(
         assert service.adapters == ["default"]
 
 
+@pytest.fixture
+def moving(cache: Cache, models: list[Path], adapter: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names whose main branch was looked for: each time it moves on, to the other model. There is an adapter too,
+    as a folder and as a name."""
+    Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": NAME}))
+    caches = {NAME: (cache, models[0]), ADAPTER: (Cache(cache.repo.parent, ADAPTER), Path("adapter"))}
+    caches[ADAPTER][0].add("d" * 40, Path("adapter"), "main")
+    asked: list[str] = []
+
+    def download(name: str, *, revision: str | None = None, **options: Any) -> str:
+        found = str(snapshot_download(name, revision=revision, **options))
+        if revision is None:
+            asked.append(name)
+            of_name, files = caches[name]
+            of_name.add(f"{len(asked):040}", files, "main")
+        return found
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    return asked
+
+
+@pytest.mark.parametrize("given", [NAME, "adapter", ADAPTER])
+def test_a_server_reads_one_commit(cache: Cache, models: list[Path], moving: list[str], given: str) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.chat_template = "of the commit"
+    tokenizer.save_pretrained(cache.repo / "snapshots" / SECOND)
+    service = load(read_setup([given, "--num-threads", "1"], {}))
+    with closing(service.worker):
+        assert isinstance(service.worker, RolloutWorker)
+        assert service.need_tokenizer().chat_template == "of the commit"
+        wanted = LlamaForCausalLM.from_pretrained(models[1]).lm_head.weight
+        assert torch.equal(service.worker.module.lm_head.weight, wanted)
+    assert moving == ([ADAPTER, NAME] if given == ADAPTER else [NAME])
+
+
+@pytest.mark.parametrize("given", [NAME, "adapter", ADAPTER])
+def test_bench_reads_one_commit(moving: list[str], given: str) -> None:
+    assert main(["bench", given, "--requests", "1", "--prompt", "3", "--tokens", "2"]) == 0
+    assert moving == ([ADAPTER, NAME] if given == ADAPTER else [NAME])
+
+
 def test_an_adapter_of_a_model_that_is_not_there_says_what_to_get(cache: Cache, adapter: dict[str, Any]) -> None:
     for base, revision, says in (
         ("samebit-tests/none", None, "hf download samebit-tests/none`"),
@@ -191,6 +235,19 @@ def test_the_command_line_takes_names(cache: Cache, capsys: pytest.CaptureFixtur
         assert (said.err.count("\n"), said.out) == (1, "")
         assert main([command, NAME, "--revision", "v9"]) == 2
         assert f"hf download {NAME} --revision v9" in capsys.readouterr().err
+
+
+def test_a_commit_in_the_cache_is_taken_where_the_hub_is_not_reached(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a commit huggingface_hub asks for the list of files, and passes on what its HTTP client raises."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # it does not listen
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        assert model_folder(NAME, FIRST) == cache.repo / "snapshots" / FIRST
+        with pytest.raises(ModelLoadError, match=rf"could not be fetched \(.*: run `hf download {NAME} --revision ccc"):
+            model_folder(NAME, "c" * 40)
 
 
 def test_a_download_that_fails_half_way_says_why(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
