@@ -43,7 +43,7 @@ from samebit.rollout.integrations.verl.server.metrics import of_servers, on_poli
 from samebit.rollout.integrations.verl.server.server import SamebitServer
 from samebit.rollout.integrations.verl.trainer import engine
 from samebit.rollout.integrations.verl.trainer.rollout import SamebitRollout
-from samebit.weight_sync import WeightStream
+from samebit.weight_sync import SyncTimeoutError, WeightStream
 
 from ...forks import python
 from ...patience import HANG
@@ -389,6 +389,27 @@ def test_a_server_that_is_missing_strands_no_rank_of_the_trainer(monkeypatch: py
     assert isinstance(missing, RuntimeError)
     assert not isinstance(missing, threading.BrokenBarrierError)
     assert other == {}
+
+
+@pytest.mark.parametrize(("servers", "bucket_bytes", "error"), [(1, 1 << 20, SyncTimeoutError), (0, 0, ValueError)])
+def test_why_a_broadcast_does_not_begin_is_what_is_raised(
+    servers: int, bucket_bytes: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is missing, or the sender refuses its size; the weights, which can not be gathered either, are gone
+    through."""
+    gathered: list[str] = []
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        gathered.append("a")
+        raise RuntimeError("a rank of the trainer has died")
+        yield
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    sender = checkpoint_engine.SamebitCheckpointEngine(bucket_bytes, is_master=True)
+    sender.init_process_group(rank=0, size=1 + servers, **{**sender.prepare(), "timeout": 0.5})
+    with pytest.raises(error):
+        asyncio.run(sender.send_weights(WeightStream(WeightStream.of({"a": torch.zeros(3)}).specs, failing())))
+    assert gathered == ["a"]
 
 
 def test_where_ranks_meet_for_an_update() -> None:

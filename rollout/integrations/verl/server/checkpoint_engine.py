@@ -23,6 +23,7 @@ from samebit.rollout.integrations.verl.names import NAME
 from samebit.rollout.integrations.verl.options import sync_timeout
 from samebit.weight_sync import BroadcastSender, WeightStream, gloo_group, listening_store
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
+from samebit.weight_sync.wire.stream import gone_through
 
 
 class SamebitCheckpointEngine(CheckpointEngine):
@@ -79,13 +80,10 @@ class SamebitCheckpointEngine(CheckpointEngine):
             weights.exhaust()
             return {}
         timeout = self._place.timeout
-        try:
+        with gone_through(weights):  # a server may be missing, and the trainer's other ranks are gathering already
             group = gloo_group(self._store, 0, self._place.size, timeout=timeout)
-        except BaseException:
-            weights.exhaust()  # a server is missing; the trainer's other ranks are gathering already
-            raise
-        with BroadcastSender(group, bucket_bytes=self._bucket_bytes, timeout=timeout) as sender:
-            report = sender.send(weights)
+            with BroadcastSender(group, bucket_bytes=self._bucket_bytes, timeout=timeout) as sender:
+                report = sender.send(weights)
         return {"samebit/broadcast_seconds": report.seconds, "samebit/broadcast_bytes": float(report.sent_bytes)}
 
     def receive_weights(self, global_steps: int | None = None) -> BroadcastGroup:
