@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from samebit.rollout.worker_interface import UpdateKeywords
 
 MOST_COMMANDS = 32
+MOST_EARLY = 10_000
+"""So many tickets are remembered of calls that were cancelled before they came, or after they had ended."""
 T = TypeVar("T")
 
 
@@ -52,6 +54,7 @@ class AsyncWorker:
         self._loaded = loaded
         self._sources = sources
         self._runs: dict[str, Handle] = {}
+        self._early: dict[str, None] = {}
         self._turns = asyncio.Semaphore(MOST_COMMANDS)
 
     async def build(self, make: Callable[[], LocalWorker]) -> LocalWorker:
@@ -73,6 +76,9 @@ class AsyncWorker:
         for `cancel`; None: its id does."""
         name = request_id if ticket is None else ticket
         handle = self._runs[name] = self.worker.submit(prompt, params, request_id)
+        if ticket in self._early:
+            del self._early[ticket]
+            handle.cancel()
         try:
             return await handle.result_async()
         finally:
@@ -80,10 +86,15 @@ class AsyncWorker:
                 del self._runs[name]
 
     async def cancel(self, ticket: str) -> None:
-        """End the request of a call of `run` with what it has, unless it has ended."""
+        """End the request of a call of `run` with what it has, unless it has ended. It may come before that call: Ray
+        brings large arguments another way, and later."""
         handle = self._runs.get(ticket)
         if handle is not None:
             handle.cancel()
+            return
+        self._early[ticket] = None
+        if len(self._early) > MOST_EARLY:
+            del self._early[next(iter(self._early))]
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         self.worker.abort(request_ids)

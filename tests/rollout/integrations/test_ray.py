@@ -223,6 +223,17 @@ def test_an_await_that_is_cancelled_cancels_the_request(worker: RayWorker) -> No
     assert handle.result(HANG).samples[0].finish_reason == "abort"
 
 
+def test_a_large_request_can_be_cancelled_at_once(worker: RayWorker) -> None:
+    """Arguments of more than 100 KiB go another way, and the cancel overtakes them; so long a prompt does, too."""
+    worker.pause()
+    try:
+        handle = worker.submit([1], LONG, request_id="x" * 200_000)
+        handle.cancel()
+    finally:
+        worker.resume()
+    assert handle.result(HANG).samples[0].finish_reason == "abort"
+
+
 def test_a_paused_actor_with_ten_thousand_requests_can_be_resumed(cluster: None, folder: Path) -> None:
     full = RayWorker.start(folder, config=CONFIG)
     try:

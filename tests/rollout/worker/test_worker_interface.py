@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from samebit.rollout import RolloutWorker, SamplingParams, UpdateOptions, WorkerStateError
+from samebit.rollout import RolloutWorker, SamplingParams, UpdateOptions, WorkerStateError, async_worker
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.worker_interface import UpdateKeywords
 
@@ -138,6 +138,28 @@ def test_a_worker_behind_a_loop_answers_like_one_before_it(make_worker: MakeWork
         with pytest.raises(WorkerStateError, match="has a worker already"):
             await inside.build(lambda: worker)
         assert (await inside.stats())["requests_aborted"] == 2
+
+    behind_a_loop(worker, check)
+
+
+def test_a_cancel_that_comes_before_its_call_is_not_lost(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray lets a later call overtake one with large arguments. Of tickets whose call never comes a few are kept."""
+    worker, _ = make_worker()
+    monkeypatch.setattr(async_worker, "MOST_EARLY", 2)
+
+    async def check(inside: AsyncWorker, sources: Sources) -> None:
+        for ticket in ("forgotten", "early", "named"):
+            await inside.cancel(ticket)
+        await inside.pause()
+        tickets = ("forgotten", "early", "early", None)
+        ended = [asyncio.create_task(inside.run([4], FEW, f"named {n}", one)) for n, one in enumerate(tickets)]
+        ended.append(asyncio.create_task(inside.run([4], FEW, "named")))
+        await asyncio.sleep(0)
+        await inside.resume()
+        reasons = [output.samples[0].finish_reason for output in await asyncio.gather(*ended)]
+        assert reasons == ["length", "abort", "length", "length", "length"]
 
     behind_a_loop(worker, check)
 
