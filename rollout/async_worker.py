@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_COMMANDS = 32
 MOST_EARLY = 10_000
-"""So many tickets are remembered of calls that were cancelled before they came, or after they had ended."""
+"""Of calls that something was said of before they came, or after they had ended, so many are remembered."""
 T = TypeVar("T")
 
 
@@ -92,9 +92,7 @@ class AsyncWorker:
         if handle is not None:
             handle.cancel()
             return
-        self._early[ticket] = None
-        if len(self._early) > MOST_EARLY:
-            del self._early[next(iter(self._early))]
+        remember(self._early, ticket, None)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         self.worker.abort(request_ids)
@@ -164,6 +162,13 @@ class AsyncWorker:
         """Run what may wait where it does not hold up the event loop; `MOST_COMMANDS` are waited for at once."""
         async with self._turns:
             return await asyncio.wrap_future(started(call))
+
+
+def remember(early: dict[str, T], name: str, said: T) -> None:
+    """Note what was said of a call that has not come; of too many the oldest is forgotten."""
+    early[name] = said
+    if len(early) > MOST_EARLY:
+        del early[next(iter(early))]
 
 
 def started(call: Callable[[], T]) -> Future[T]:

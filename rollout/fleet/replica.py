@@ -15,7 +15,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from samebit.rollout.async_worker import AsyncWorker, started
+from samebit.rollout.async_worker import AsyncWorker, remember, started
 from samebit.rollout.control.delivery import RequestHandle, TokenReader
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState, Streamed
@@ -53,6 +53,7 @@ class ReplicaSide(AsyncWorker):
             raise WorkerStateError("this replica belongs to a fleet already")
         self._host = host
         self._handles: dict[str, RequestHandle] = {}
+        self._awaited: dict[str, int] = {}
         self._readers: dict[str, tuple[int, TokenReader]] = {}
         self._something = asyncio.Event()
         self._reading: dict[str, asyncio.Future[SyncReport]] = {}
@@ -74,16 +75,22 @@ class ReplicaSide(AsyncWorker):
         """Generate one request, whose tokens the feeds hold once it is followed."""
         handle = self._handles[request_id] = self.rollout.submit(prompt, params, request_id)
         try:
+            if request_id in self._awaited:
+                await self.follow(request_id, self._awaited.pop(request_id))
             return await handle.result_async()
         finally:
             del self._handles[request_id]
 
     async def follow(self, request_id: str, run: int) -> None:
-        """Let the feeds hold the tokens of a request, from its first one; one that has ended needs none."""
+        """Let the feeds hold the tokens of a request, from its first one; one that has ended needs none. This may come
+        before the request, as `cancel` may: of another run of that id the fleet takes no tokens.
+        """
         handle = self._handles.get(request_id)
-        if handle is not None:
-            self._readers[request_id] = run, handle.reader()
-            self._something.set()
+        if handle is None:
+            remember(self._awaited, request_id, run)
+            return
+        self._readers[request_id] = run, handle.reader()
+        self._something.set()
 
     async def feed(self) -> Feed:
         """Wait until there is something to tell, or a second has passed."""

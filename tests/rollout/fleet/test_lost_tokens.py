@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from samebit.rollout import SamplingParams, StreamGapError
+from samebit.rollout import RequestOutput, SamplingParams, StreamGapError
 
 from ...patience import HANG, wait_until
 from ..conftest import fake_continuation
-from .local_fleet import LocalFleet
+from .local_fleet import LocalFleet, LocalPort
 from .test_fleet import gated
 
 
@@ -33,6 +35,39 @@ def test_a_stream_that_lost_tokens_ends_with_an_error() -> None:
         wait_until(lambda: "abort" in port.commands)
         gate.release(100)
         wait_until(lambda: not local.busy())
+
+
+def test_a_large_request_streams_too() -> None:
+    """Ray lets a small call overtake one with large arguments: the replica hears of the reader first."""
+
+    def prepare(port: LocalPort) -> None:
+        gated(port)
+        run, follow, followed = port.side.run_followed, port.side.follow, asyncio.Event()
+
+        async def follow_first(request_id: str, number: int) -> None:
+            await follow(request_id, number)
+            followed.set()
+
+        async def run_second(prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+            await followed.wait()
+            return await run(prompt, params, request_id)
+
+        port.side.follow, port.side.run_followed = follow_first, run_second  # type: ignore[method-assign]
+
+    with LocalFleet(replicas=1, prepare=prepare) as local:
+        fed: list[bool] = []
+        take = local.fleet._crew.on_tokens
+        local.fleet._crew.on_tokens = lambda tokens: (fed.append(bool(tokens)), take(tokens))[-1]
+        handle = local.fleet.submit([3, 4], SamplingParams(max_tokens=20))
+        handle.reader()
+        runner = local.ports["0"].runner
+        runner.gate.release(2)
+        wait_until(lambda: len(runner.plans) == 3)
+        heard = len(fed)
+        wait_until(lambda: any(fed) or len(fed) > heard + 2)
+        assert any(fed), "a feed that began after two steps has brought nothing of them"
+        runner.gate.release(100)
+        assert handle.result(HANG).samples[0].token_ids == fake_continuation([3, 4], 0, 20)
 
 
 def test_the_result_brings_what_a_streams_end_has_lost() -> None:
