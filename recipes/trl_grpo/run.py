@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer = build(task, given)
     except (ValueError, BindingError, OSError) as error:
         sys.exit(f"error: {error}")
-    trainer.add_callback(Evaluation(task, trainer.worker, given.max_tokens, given.eval_every))
+    trainer.add_callback(Evaluation(task, trainer, given.max_tokens, given.eval_every))
     trainer.train(resume_from_checkpoint=given.resume)
     rows = [row for row in trainer.state.log_history if "loss" in row]
     given.out.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,13 @@ def build(task: Task, given: argparse.Namespace) -> Any:
         "save_steps": given.save_every or 1,
         "gradient_checkpointing": given.model is not None,
     }
-    rewards = AnswerReward([task.tokenizer.eos_token_id])
+    rewards = AnswerReward()
+    trainer = _trainer(task, given, options, rewards)
+    rewards.end_tokens = trainer.eos_token_ids
+    return trainer
+
+
+def _trainer(task: Task, given: argparse.Namespace, options: dict[str, Any], rewards: AnswerReward) -> Any:
     rest: dict[str, Any] = {"processing_class": task.tokenizer, "peft_config": _adapter(given.lora)}
     data = task.dataset()
     if given.trainer == "async":
@@ -152,14 +158,18 @@ def _adapter(rank: int) -> Any:
 
 
 class Evaluation(TrainerCallback):
-    """Logs the greedy accuracy on held-out problems, before the first step and every few steps."""
+    """Logs the greedy accuracy on held-out problems, before the first step and every few steps.
 
-    def __init__(self, task: Task, worker: RolloutWorker, max_tokens: int, every: int) -> None:
+    Answers end where the trainer's samples do.
+    """
+
+    def __init__(self, task: Task, trainer: Any, max_tokens: int, every: int) -> None:
         self._task = task
-        self._worker = worker
-        named = [task.tokenizer.eos_token_id]
-        ends = known_end_tokens(named, worker.limits.vocab_size, "the tokenizer's eos_token_id")
-        self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=ends)
+        self._worker: RolloutWorker = trainer.worker
+        ends = known_end_tokens(
+            trainer.eos_token_ids, self._worker.limits.vocab_size, "the trainer's list of end tokens"
+        )
+        self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=ends)
         self._every = every
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:

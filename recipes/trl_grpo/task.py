@@ -1,5 +1,6 @@
 """Make what TRL is given: a model folder, problems as its data sets, and the reward."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,23 @@ def of_user(model: str, data: str | None, count: int) -> Task:
 
 
 class AnswerReward:
-    """Gives TRL 1.0 for a completion that ended by itself with the right answer, else 0.0."""
+    """Gives TRL 1.0 for a completion that ended by itself with the right answer, else 0.0.
+
+    Attributes:
+        end_tokens: the trainer's, at which its samples end. TRL wants rewards before there is a trainer, so they are
+            given later.
+    """
 
     __name__ = "answer"
 
-    def __init__(self, end_tokens: list[int]) -> None:
-        self._end_tokens = frozenset(end_tokens)
+    def __init__(self, end_tokens: Collection[int] = ()) -> None:
+        self.end_tokens = end_tokens
 
     def __call__(
         self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
     ) -> list[float]:
         texts = [messages[-1]["content"] for messages in completions]
-        ended = [bool(ids) and ids[-1] in self._end_tokens for ids in completion_ids]
+        ended = [bool(ids) and ids[-1] in self.end_tokens for ids in completion_ids]
         return [
             reward(text, finished, Problem("-", right))
             for text, finished, right in zip(texts, ended, answer, strict=True)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'samebit[trl]'")
 
@@ -55,6 +57,35 @@ def test_a_tokenizer_whose_end_token_the_model_lacks(model: Path, tmp_path: Path
     tiny_model.save(policy, tokenizer, tmp_path / "model")
     run.main(arguments(tmp_path / "model", tmp_path))
     assert '"accuracy"' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def always_says(policy: PreTrainedModel, token: int) -> None:
+    """Give a model weights with which this token follows everything: it is the longest of vectors of one direction."""
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        table = policy.get_input_embeddings().weight
+        table.zero_()[:, 0] = 1.0
+        table[token, 0] = 50.0
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "async"])
+def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Path, tmp_path: Path) -> None:
+    """As in models whose turns end at another token than texts do: those of Gemma, Phi-3."""
+    policy, tokenizer = tiny_model.load(model)
+    two = tokenizer.get_vocab()["2"]
+    always_says(policy, two)
+    tiny_model.save(policy, tokenizer, tmp_path / "model")
+    ends = {"eos_token_id": [tokenizer.eos_token_id, two]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(ends))
+    given = arguments(tmp_path / "model", tmp_path, "--trainer", trainer)
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}", "answer": "2"}) + "\n" for i in range(10))
+    )
+    run.main(given)
+    first, *_ = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (first["reward"], first["accuracy"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
