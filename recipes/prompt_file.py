@@ -28,7 +28,8 @@ def load(
         source: a file, or a data set of the hub, NAME or NAME:CONFIG.
         columns: of the prompt and of the answer.
         split: of a data set of the hub.
-        answer_after: the part of an answer behind the last of these counts, where there is one.
+        answer_after: the part of an answer behind the last of these counts, where there is one. No answer may end with
+            one: of completions, too, what is behind it counts.
 
     Raises:
         ValueError: the file or data set, and the row, that can not be used.
@@ -112,10 +113,16 @@ def _problem(row: dict[str, Any], where: str, columns: Columns, answer_after: st
     if missing:
         raise ValueError(f"{where}: no column {_quoted(missing)} (there are {_quoted(row)})")
     for name in columns:
-        if not isinstance(row[name], str) or not row[name]:
+        if not isinstance(row[name], str) or not row[name].strip():
             raise ValueError(f"{where}: '{name}' is {row[name]!r}, not a text")
-    prompt, answer = (row[name] for name in columns)
-    return Problem(prompt, answer.rpartition(answer_after)[2].strip() or answer)
+    prompt, answer = row[columns[0]], row[columns[1]].strip()
+    kept = answer.rpartition(answer_after)[2].strip() or answer
+    if answer_after in kept:  # of a completion, no text behind the last of these has one
+        raise ValueError(
+            f"{where}: no completion could earn the answer {answer!r}, which ends with {answer_after!r}: only what "
+            "stands behind the last of these counts. Name another mark by --answer-after, one that no answer ends with"
+        )
+    return Problem(prompt, kept)
 
 
 def _quoted(names: Any) -> str:

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, RLOOConfig
 
 from samebit.kernels import BindingError
-from samebit.recipes.problem import reward
+from samebit.recipes.problem import MARKER, reward
 from samebit.recipes.prompts import Style
 from samebit.recipes.trl_grpo.task import AnswerReward, Task, built_in, of_user
 from samebit.rollout import RolloutWorker, SamplingParams
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer = build(task, given)
     except (ValueError, BindingError, OSError) as error:
         sys.exit(f"error: {error}")
-    trainer.add_callback(Evaluation(task, trainer, given.max_tokens, given.eval_every))
+    trainer.add_callback(Evaluation(task, trainer, given))
     trainer.train(resume_from_checkpoint=given.resume)
     rows = [row for row in trainer.state.log_history if "loss" in row]
     given.out.mkdir(parents=True, exist_ok=True)
@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--trainer", choices=TRAINERS, default="grpo", help="of TRL's")
     add("--model", help="folder or name on the Hugging Face hub; default: the small model of recipes/grpo.py")
     add("--data", help="prompts: .parquet, .jsonl or a data set of the hub, with the columns `prompt` and `answer`")
+    add(
+        "--answer-after", default=MARKER, help="what the answer stands behind, in completions and in the data's answers"
+    )
     add("--out", type=Path, default=Path("runs/trl-grpo"), help="where everything goes")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     add("--steps", type=int, default=20, help="optimizer steps")
@@ -95,11 +98,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _task(given: argparse.Namespace) -> Task:
     count = given.steps * given.prompts
+    if not given.answer_after:
+        raise ValueError("--answer-after must not be empty")
     if given.model is None:
         if given.data is not None:
             raise ValueError("--data needs --model: the built-in model's tokenizer knows arithmetic only")
         return built_in(given.out / "data", count)
-    return of_user(given.model, given.data, count)
+    return of_user(given.model, given.data, count, given.answer_after)
 
 
 def build(task: Task, given: argparse.Namespace) -> Any:
@@ -124,7 +129,7 @@ def build(task: Task, given: argparse.Namespace) -> Any:
         "save_steps": given.save_every or 1,
         "gradient_checkpointing": given.model is not None,
     }
-    rewards = AnswerReward()
+    rewards = AnswerReward(answer_after=given.answer_after)
     trainer = _trainer(task, given, options, rewards)
     rewards.end_tokens = trainer.eos_token_ids
     return trainer
@@ -163,14 +168,17 @@ class Evaluation(TrainerCallback):
     Answers end where the trainer's samples do.
     """
 
-    def __init__(self, task: Task, trainer: Any, max_tokens: int, every: int) -> None:
+    def __init__(self, task: Task, trainer: Any, given: argparse.Namespace) -> None:
         self._task = task
         self._worker: RolloutWorker = trainer.worker
         ends = known_end_tokens(
             trainer.eos_token_ids, self._worker.limits.vocab_size, "the trainer's list of end tokens"
         )
-        self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=ends)
-        self._every = every
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=given.max_tokens, ignore_eos=True, stop_token_ids=ends
+        )
+        self._every = given.eval_every
+        self._answer_after = given.answer_after
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if "loss" in given["logs"] and (state.global_step % self._every == 0 or state.global_step == state.max_steps):
@@ -183,7 +191,7 @@ class Evaluation(TrainerCallback):
         answers = [output.samples[0] for output in outputs]
         texts = tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
         earned = [
-            reward(text, answer.finish_reason == "stop", problem)
+            reward(text, answer.finish_reason == "stop", problem, self._answer_after)
             for text, answer, problem in zip(texts, answers, problems, strict=True)
         ]
         return sum(earned) / len(earned)

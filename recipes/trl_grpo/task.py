@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from samebit.recipes import chain_sum, prompt_file
-from samebit.recipes.problem import Problem, ProblemSets, reward
+from samebit.recipes.problem import MARKER, Problem, ProblemSets, reward
 from samebit.recipes.verl_grpo import task as with_template
 
 SEED = 0
@@ -42,8 +42,10 @@ def built_in(folder: Path, count: int) -> Task:
     return Task(str(folder / "model"), AutoTokenizer.from_pretrained(folder / "model"), sets)
 
 
-def of_user(model: str, data: str | None, count: int) -> Task:
+def of_user(model: str, data: str | None, count: int, answer_after: str = MARKER) -> Task:
     """Return a user's model, with the prompts of a file or with `chain_sum` asked in words.
+
+    answer_after: what the answer stands behind in the file's answers, where it does.
 
     Raises:
         ValueError: a model whose tokenizer has no chat template, or a file that can not be used.
@@ -52,7 +54,7 @@ def of_user(model: str, data: str | None, count: int) -> Task:
     if not tokenizer.chat_template:
         raise ValueError(f"{model}: its tokenizer has no chat template, in which the prompts would be asked")
     if data is not None:
-        return Task(model, tokenizer, prompt_file.problem_sets(data, SEED, HELD_OUT))
+        return Task(model, tokenizer, prompt_file.problem_sets(data, SEED, HELD_OUT, answer_after=answer_after))
     return Task(model, tokenizer, chain_sum.problem_sets(SEED, count, HELD_OUT, "question"))
 
 
@@ -62,12 +64,14 @@ class AnswerReward:
     Attributes:
         end_tokens: the trainer's, at which its samples end. TRL wants rewards before there is a trainer, so they are
             given later.
+        answer_after: what the answer stands behind, in completions.
     """
 
     __name__ = "answer"
 
-    def __init__(self, end_tokens: Collection[int] = ()) -> None:
+    def __init__(self, end_tokens: Collection[int] = (), answer_after: str = MARKER) -> None:
         self.end_tokens = end_tokens
+        self.answer_after = answer_after
 
     def __call__(
         self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
@@ -75,6 +79,6 @@ class AnswerReward:
         texts = [messages[-1]["content"] for messages in completions]
         ended = [bool(ids) and ids[-1] in self.end_tokens for ids in completion_ids]
         return [
-            reward(text, finished, Problem("-", right))
+            reward(text, finished, Problem("-", right), self.answer_after)
             for text, finished, right in zip(texts, ended, answer, strict=True)
         ]

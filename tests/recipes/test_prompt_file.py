@@ -1,6 +1,7 @@
 """`--data`: both formats, and errors that name the file, the row and the cause."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from samebit.recipes import prompt_file
-from samebit.recipes.problem import Problem
+from samebit.recipes.problem import Problem, reward
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(10)]
 
@@ -55,6 +56,7 @@ def test_held_out_prompts_are_not_trained_on_even_when_rows_repeat(tmp_path: Pat
         ),
         ("rows.jsonl", [ROWS[0], {"prompt": "a", "answer": 3}], "row 2: 'answer' is 3, not a text"),
         ("rows.jsonl", [{"prompt": "", "answer": "b"}], "row 1: 'prompt' is '', not a text"),
+        ("rows.jsonl", [{"prompt": "a", "answer": " "}], "row 1: 'answer' is ' ', not a text"),
         ("rows.jsonl", [["a", "b"]], "row 1: not an object"),
         ("rows.jsonl", [], "no rows"),
         ("rows.csv", [], "unknown kind of file '.csv'"),
@@ -65,6 +67,21 @@ def test_unusable_rows_are_named(tmp_path: Path, name: str, rows: list[Any], mes
     with pytest.raises(ValueError, match=message) as caught:
         prompt_file.load(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("answer", "mark"), [("[1, 2]", "]"), ("five ]\n", "]"), ("so \\boxed{5}", "}")])
+def test_answers_that_nothing_could_earn_are_named(tmp_path: Path, answer: str, mark: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "a", "answer": answer}])
+    said = f"{path}, row 2: no completion could earn the answer {answer.strip()!r}, which ends with {mark!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}.* another mark by --answer-after"):
+        prompt_file.load(path, answer_after=mark)
+    assert prompt_file.load(path, answer_after="####")[1] == Problem("a", answer.strip())
+
+
+@pytest.mark.parametrize("answer", ["so [1, 2] = 3", "3", " [2]3 "])
+def test_an_answer_that_holds_the_mark_can_be_earned(tmp_path: Path, answer: str) -> None:
+    problems = prompt_file.load(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": answer}]))
+    assert reward(answer, True, problems[0]) == 1.0
 
 
 def test_broken_json_is_named(tmp_path: Path) -> None:

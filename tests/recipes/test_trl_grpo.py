@@ -93,6 +93,8 @@ def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Pat
     [
         (["--micro-batch", "3"], "--micro-batch 3 does not divide 8"),
         (["--trainer", "async", "--beta", "0.1"], "no reference model"),
+        (["--answer-after", ""], "--answer-after must not be empty"),
+        (["--answer-after", "1"], "row 1: no completion could earn the answer '1', which ends with '1'"),
         (["--model", "nowhere/at all"], "error: "),
     ],
 )
@@ -116,3 +118,5 @@ def test_the_reward_wants_an_end_and_the_answer() -> None:
     completions = [[{"role": "assistant", "content": text}] for text in ("[1+1=2]2", "2", "3")]
     given = AnswerReward([7])(completions, [[1, 7], [1, 1], [1, 7]], ["2", "2", "2"])
     assert given == [1.0, 0.0, 0.0]
+    given = AnswerReward([7], "=")(completions, [[1, 7], [1, 7], [1, 7]], ["2]2", "2", "2"])
+    assert given == [1.0, 1.0, 0.0]
