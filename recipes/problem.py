@@ -1,11 +1,14 @@
 """Define the parts of a task: a prompt, the expected answer, and the reward for a completion."""
 
+import re
 from dataclasses import dataclass
-
-from reasoning_gym.utils import compute_decimal_reward
+from decimal import Decimal, InvalidOperation
 
 MARKER = "]"
 """Ends the working of `chain_sum`; the answer stands behind it."""
+
+_IN_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
+"""Matches a number whose commas stand between groups of three digits; other commas part numbers from each other."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,19 @@ def shows_working(completion: str) -> bool:
 def reward(completion: str, finished: bool, problem: Problem, answer_after: str = MARKER) -> float:
     """Return 1.0 if the completion ended by itself and its text after the last `answer_after` is the answer, else 0.0.
 
-    Text counts as the answer when it is equal or is the same number (`+07` is `7`).
+    Text counts as the answer when it is equal or is the same number (`+07` is `7`, `1,000.0` is `1000`).
     """
-    text = completion.rpartition(answer_after)[2].strip()
+    text, answer = completion.rpartition(answer_after)[2].strip(), problem.answer.strip()
     if not finished or not text:
         return 0.0
-    same_number = compute_decimal_reward(text, problem.answer, strip_commas=True) == 1.0
-    return float(text == problem.answer.strip() or same_number)
+    number = _number(text)
+    return float(text == answer or (number is not None and number == _number(answer)))
+
+
+def _number(text: str) -> Decimal | None:
+    """Return the number that a text is; None for any other text."""
+    try:
+        number = Decimal(text.replace(",", "") if _IN_THOUSANDS.fullmatch(text) else text)
+    except InvalidOperation:
+        return None
+    return None if number.is_nan() else number

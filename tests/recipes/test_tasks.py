@@ -31,6 +31,32 @@ def test_answers_may_be_words() -> None:
     assert reward("bluer", True, problem) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1,000", "1000"),
+        ("1000", "+1,000.00"),
+        ("-1,234,567.5", "-1234567.50"),
+        ("1e3", "1,000"),
+        ("-inf", "-Infinity"),
+    ],
+)
+def test_commas_between_thousands_are_no_part_of_a_number(text: str, answer: str) -> None:
+    assert reward(text, True, Problem("", answer)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        *[("A C", "A, C"), ("123", "1,2,3"), ("12", "1,2"), ("34", "3,4"), ("1000", "1,0,00"), ("10000", "1,0000")],
+        *[("1,", ","), ("x", ","), ("1.000", "1,000"), ("snan", "nan"), ("1,,000", "1000")],
+    ],
+)
+def test_other_commas_are_a_part_of_the_answer(text: str, answer: str) -> None:
+    assert reward(text, True, Problem("", answer)) == 0.0
+    assert reward(answer, True, Problem("", answer)) == 1.0
+
+
 def test_shows_working() -> None:
     assert shows_working("[7-5=2]2")
     assert not shows_working("2")
