@@ -18,14 +18,17 @@ class Board(Protocol):
         """Finish the files."""
 
 
-def board(kind: str, folder: Path, seed: int) -> Board:
-    """Return the board of a seed. Raises ValueError where what it needs is not installed."""
-    return _TensorBoard(folder, seed) if kind == "tensorboard" else _Wandb(folder, seed)
+def board(kind: str, folder: Path, seed: int, step: int) -> Board:
+    """Return the board of a seed. Raises ValueError where what it needs is not installed.
+
+    step: the first that it will show. What an earlier run in this folder has shown of it and of later ones goes.
+    """
+    return _TensorBoard(folder, seed, step) if kind == "tensorboard" else _Wandb(folder, seed)
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._writer = SummaryWriter(str(folder / "tensorboard" / f"seed{seed}"))
+    def __init__(self, folder: Path, seed: int, step: int) -> None:
+        self._writer = SummaryWriter(str(folder / "tensorboard" / f"seed{seed}"), purge_step=step)
 
     def show(self, step: int, values: dict[str, float], text: str) -> None:
         for name, value in values.items():

@@ -47,7 +47,7 @@ class MetricsLog(Closing):
         for sample in samples:
             self._samples.write(json.dumps({"seed": seed, "step": step, **sample}, ensure_ascii=False) + "\n")
         self._samples.flush()
-        self._board_of(seed).show(step, values, "\n\n".join(_shown(sample) for sample in samples))
+        self._board_of(seed, step).show(step, values, "\n\n".join(_shown(sample) for sample in samples))
 
     def close(self) -> None:
         """Finish the files."""
@@ -55,11 +55,14 @@ class MetricsLog(Closing):
         self._samples.close()
         self._close_board()
 
-    def _board_of(self, seed: int) -> Board:
-        """Return the seed's board, with the others closed: while a run of wandb is open `wandb.init` returns it."""
+    def _board_of(self, seed: int, step: int) -> Board:
+        """Return the seed's board, with the others closed: while a run of wandb is open `wandb.init` returns it.
+
+        step: is shown next.
+        """
         if self._board is None or self._board[0] != seed:
             self._close_board()
-            self._board = seed, board(self._kind, self.folder, seed)
+            self._board = seed, board(self._kind, self.folder, seed, step)
         return self._board[1]
 
     def _close_board(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from samebit.recipes import experiment, grpo, report, tiny_model
 from samebit.recipes.metrics import MetricsLog
@@ -194,6 +195,26 @@ def test_a_row_that_was_being_written_when_a_run_ended_is_forgotten(tmp_path: Pa
         log.write(0, 3, row, [sample])
     assert rows_of(tmp_path) == [{"seed": 0, "step": step, **row} for step in (1, 2, 3)]
     assert lines_of(tmp_path / "samples.jsonl") == [{"seed": 0, "step": step, **sample} for step in (1, 2, 3)]
+
+
+def test_the_board_shows_the_rows_of_the_log(tmp_path: Path) -> None:
+    """Those of an earlier run in the folder, and those that a resumed run takes again, are gone from both."""
+    folder = tmp_path / "tensorboard" / "seed0"
+
+    def shown() -> list[tuple[int, float]]:
+        board = EventAccumulator(str(folder)).Reload()
+        return [(point.step, point.value) for point in board.Scalars("reward/mean")]
+
+    for number, (steps, kept) in enumerate([(range(5), None), (range(3, 5), 2), (range(3), None)]):
+        with MetricsLog(tmp_path, resumed=kept is not None) as log:
+            log.forget_after(0, -1 if kept is None else kept)
+            for step in steps:
+                log.write(0, step, {"reward/mean": float(number)}, [{"text": "1"}])
+        for path in folder.glob("events.out.tfevents.*"):  # whose names begin with the second: runs are in this order
+            if ".run" not in path.name:
+                path.rename(folder / f"events.out.tfevents.{number}.run")
+        assert shown() == [(row["step"], row["reward/mean"]) for row in rows_of(tmp_path)]
+    assert shown() == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_a_row_that_is_not_json_is_named(tmp_path: Path) -> None:
