@@ -73,9 +73,9 @@ class Learner:
         """Compare, learn and update the weights; return the step's metrics."""
         mismatch, importance = Mismatch(), Importance()
         version = self.version
-        ages = [version - sampled_under for row in rows for sampled_under in row.versions]
+        first, *later = parts = shares(rows, self._updates)
+        ages = [version + place - under for place, part in enumerate(parts) for row in part for under in row.versions]
         started = perf_counter()
-        first, *later = shares(rows, self._updates)
         self._compare_only([row for row in first if row.advantage == 0.0 or not self.exact], mismatch)
         later = [self._compare_only(share, mismatch) for share in later]
         compared = perf_counter()
@@ -136,7 +136,7 @@ class Learner:
             logprobs = self._logprobs(batch)
             if self.exact and not later:
                 self._compare(batch, logprobs, mismatch)
-            importance.add(batch, logprobs, self.settings.clip)
+            importance.add(batch, logprobs, **self._cuts(later))
             loss = self._loss(batch, logprobs, tokens, later)
             loss.backward()
             total += loss.item()
@@ -151,6 +151,13 @@ class Learner:
         now = settings.correction == "none" and not later
         sampled_with = logprobs.detach() if now else batch.rollout_logprobs
         return grpo_loss(logprobs, sampled_with, batch.advantages, batch.sampled, tokens, settings.clip)
+
+    def _cuts(self, later: bool) -> dict[str, float]:
+        """Return where the loss cuts ratios, in the words of `Importance.add`."""
+        settings = self.settings
+        if settings.correction == "truncate":
+            return {"most": settings.truncation}
+        return {} if settings.correction == "none" and not later else {"clip": settings.clip}
 
     def _compare(self, batch: Batch, logprobs: Tensor, mismatch: Mismatch) -> None:
         """Compare each token with the trainer's number under the weights that it was sampled under."""

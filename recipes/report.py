@@ -86,7 +86,8 @@ def _mismatch(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _staleness(axes: Axes, rows: Sequence[Row]) -> None:
     _lines(axes, rows, "staleness/mean", "mean of the step's tokens")
-    axes.set(title="Updates between sampling a token and learning from it", ylim=(0, 1.04))
+    axes.set(title="Updates between sampling a token and learning from it")
+    axes.set_ylim(bottom=0)
 
 
 def _clipping(axes: Axes, rows: Sequence[Row]) -> None:

@@ -12,7 +12,8 @@ from samebit.kernels import bind, token_logprobs
 from samebit.recipes import tiny_model
 from samebit.recipes.learner import Learner
 from samebit.recipes.metrics import Row
-from samebit.recipes.settings import OnPolicy
+from samebit.recipes.previous import PreviousPolicy
+from samebit.recipes.settings import OffPolicy, OnPolicy
 from samebit.recipes.trajectory import Trajectory
 
 from .test_mismatch import RecordingUpdate
@@ -68,6 +69,8 @@ def test_each_update_learns_from_its_share(
     found = Run(untrained, tokenizer, rows, updates=2)
     assert found.update.updates == 2
     assert (found.row["training/tokens_compared"], found.row["training/tokens_differing"]) == (12, 0)
+    # Tokens of each share, by the updates before it: 3 + 2, then 4 + 3.
+    assert (found.row["staleness/mean"], found.row["staleness/max"]) == (7 / 12, 1)
     assert found.row["actor/ppo_kl"] > 0.0, "the second share is learned from with weights that have moved"
     assert not found.same_weights(Run(untrained, tokenizer, rows, updates=1))
 
@@ -94,6 +97,34 @@ def test_old_probabilities_are_those_before_the_first_update(
     other = [replace(row, rollout_logprobs=[one - 0.3 for one in row.rollout_logprobs]) for row in rows]
     assert exact.same_weights(Run(untrained, tokenizer, other, updates=4, correction="none", exact=False))
     assert not exact.same_weights(Run(untrained, tokenizer, other, updates=4, exact=False))
+
+
+@pytest.mark.parametrize(("off", "truncated"), [(0.3, 0.0), (1.0, 1.0)])
+def test_clipped_are_the_tokens_whose_ratio_the_loss_cuts(
+    untrained: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[Trajectory], off: float, truncated: float
+) -> None:
+    """All ratios are e**.3, beyond 1 + --clip, or e, beyond --truncation too."""
+    other = [replace(row, rollout_logprobs=[one - off for one in row.rollout_logprobs]) for row in rows]
+    found = {
+        correction: Run(untrained, tokenizer, other, updates=1, correction=correction, exact=False).row
+        for correction in ("clip", "truncate", "none")
+    }
+    shares = {correction: row["actor/pg_clipfrac"] for correction, row in found.items()}
+    # --clip cuts what grows of a positive advantage alone.
+    assert shares == {"clip": 7 / 12, "truncate": truncated, "none": 0.0}
+
+
+@pytest.mark.parametrize("correction", ["clip", "none"])
+def test_one_step_off_policy_nothing_is_clipped_without_a_correction(
+    correction: str, untrained: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[Trajectory]
+) -> None:
+    policy = bind(copy.deepcopy(untrained))
+    settings = OffPolicy(correction=correction, lr=0.05)
+    learner = Learner(policy, RecordingUpdate(), tokenizer, settings, PreviousPolicy(policy))
+    found = [learner.step(5, rows) for _ in range(2)][1]
+    assert (found["training/tokens_differing"], found["staleness/max"]) == (0, 1)
+    assert found["actor/ratio_max"] > 1.2
+    assert (found["actor/pg_clipfrac"] > 0.0) == (correction == "clip")
 
 
 @pytest.mark.parametrize("updates", [0, -1, 3, 64])
