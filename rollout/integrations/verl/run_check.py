@@ -19,6 +19,7 @@ from verl.utils.fs import is_non_local
 
 from samebit.rollout.integrations.verl.names import NAME
 from samebit.rollout.integrations.verl.options import (
+    DTYPES,
     ServerOptions,
     check_tokenizer,
     check_trainer,
@@ -136,6 +137,19 @@ def _check_reference(run: Any) -> None:
         check_exact(run.model, engine)
     except ValueError as error:
         raise ValueError(f"actor_rollout_ref.ref: {error}") from error
+    if not run.model.lora_rank:  # else it is the actor without its adapter
+        _check_reference_dtype(run)
+
+
+def _check_reference_dtype(run: Any) -> None:
+    option = "fsdp_config.mixed_precision.param_dtype"
+    actor, reference = (str(OmegaConf.select(run, f"{part}.{option}") or "bf16") for part in ("actor", "ref"))
+    if DTYPES.get(actor) != DTYPES.get(reference):
+        raise ValueError(
+            f"the actor computes in {actor} (actor.{option}), its reference policy in {reference} (ref.{option}, by "
+            "verl's default bf16): their KL divergence would be one of roundings, and not 0 where they are the same "
+            f"policy; set ++actor_rollout_ref.ref.{option}={actor}"
+        )
 
 
 def _check_sampling(rollout: Any) -> None:

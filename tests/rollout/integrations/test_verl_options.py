@@ -198,6 +198,25 @@ def test_the_engine_of_a_reference_policy_is_checked_where_there_is_one(folder: 
     check_run(composed(folder, "algorithm.use_kl_in_reward=True"))
 
 
+@pytest.mark.parametrize("asked", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"])
+def test_a_reference_policy_computes_in_the_dtype_of_the_actor(folder: Path, asked: str) -> None:
+    dtype, reference = "fsdp_config.mixed_precision.param_dtype", "actor_rollout_ref.ref"
+    verls = f"{reference}.fsdp_config.mixed_precision=null"
+    narrow = (f"{ACTOR}.{dtype}=bf16", f"{ROLLOUT}.dtype=bfloat16")
+    says = r"actor computes in fp32 .* policy in bf16 .*; set \+\+actor_rollout_ref\.ref\.fsdp_config.*=fp32$"
+    check_run(composed(folder, verls))
+    with pytest.raises(ValueError, match=says):
+        check_run(composed(folder, verls, asked))
+    with pytest.raises(ValueError, match=r"actor computes in bf16 .* policy in float32 "):
+        check_run(composed(folder, f"{reference}.{dtype}=float32", asked, *narrow))
+    check_run(composed(folder, verls, asked, *narrow))
+    check_run(composed(folder, verls, asked, "actor_rollout_ref.model.lora_rank=8"))
+    for changes, expected in (((), "fp32"), (narrow, "bf16")):
+        config = composed(folder, asked, *changes)
+        check_run(config)
+        assert config.actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype == expected
+
+
 def test_a_reward_model_is_not_served_by_samebit(folder: Path) -> None:
     """Whatever serves the policy."""
     model = "reward.reward_model"
