@@ -268,7 +268,9 @@ FAMILIES = {
             "GraniteMoeHybrid",
             scaled_down,
             mlp=MLPFamily("input_linear"),
-            experts=ExpertFamily("MoE", "softmax_of_chosen", router=Router("router", ("TopKGating", "TopKRouter"))),
+            experts=ExpertFamily(
+                "MoE", "softmax_of_chosen", router=Router("router", ("TopKGating", "TopKRouter"), logits_last=True)
+            ),
             mamba=MambaFamily("MambaLayer", ("GraniteMoeHybridRMSNormGated",), "mamba_conv_bias"),
             layers=LayerFamily(("mamba", "attention", "full_attention")),
         ),

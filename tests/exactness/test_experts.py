@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of
@@ -20,6 +21,7 @@ from .gradients import assert_equal, gradients, hugging_face, loss, take_gradien
 from .layouts import LAYOUTS, alone, assert_same_bits
 from .test_layouts import checkpointing, detached
 
+GRANITE_RECORDS = "GraniteMoeHybridTopKRouter" in vars(modeling_granitemoehybrid)
 SEQUENCES = token_ids(65, 2, 40, 1)
 OTHERS = token_ids(17, 50, 3, seed=1)
 STEM = token_ids(90, seed=2)[0]
@@ -198,14 +200,25 @@ def test_a_correction_that_is_rounded_later_is_named() -> None:
 
 
 @pytest.mark.parametrize("where", ["config", "argument"])
-def test_a_loss_of_the_routers_is_the_own_forwards_alone(where: str) -> None:
-    model = bind(make_model("Qwen3Moe"))
-    ids, theirs = torch.tensor(SEQUENCES[:1]), make_model("Qwen3Moe")
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen3Moe",
+        pytest.param(
+            "GraniteMoeHybrid, experts",
+            marks=pytest.mark.skipif(not GRANITE_RECORDS, reason="transformers 5.18 and later record its logits"),
+        ),
+    ],
+)
+def test_a_loss_of_the_routers_is_the_own_forwards_alone(family: str, where: str) -> None:
+    model = bind(make_model(family))
+    ids, theirs = torch.tensor(SEQUENCES[:1]), make_model(family)
     asked = {"output_router_logits": True} if where == "argument" else {}
     if where == "config":
         model.config.output_router_logits = theirs.config.output_router_logits = True
     mine, expected = (each(ids, labels=ids, **asked) for each in (model, theirs))
-    assert len(mine.router_logits) == len(expected.router_logits) == 2
+    assert len(mine.router_logits) == len(expected.router_logits) == len(routers(model))
+    assert [logits.shape for logits in mine.router_logits] == [logits.shape for logits in expected.router_logits]
     assert torch.allclose(mine.aux_loss, expected.aux_loss, rtol=1e-5)
     assert torch.allclose(mine.loss, expected.loss, rtol=1e-5)
     mine.loss.backward()
@@ -214,6 +227,16 @@ def test_a_loss_of_the_routers_is_the_own_forwards_alone(where: str) -> None:
             token_logprobs(model, ids)
         model.config.output_router_logits = False
     assert token_logprobs(model, ids).isfinite().all()
+
+
+@pytest.mark.parametrize(("family", "logits"), [("Qwen3Moe", 0), ("GraniteMoeHybrid, experts", -1)])
+def test_a_router_gives_logits_where_its_class_does(family: str, logits: int) -> None:
+    found: list[torch.Tensor] = []
+    for model in (bind(make_model(family)), make_model(family)):
+        routers(model)[0].register_forward_hook(lambda _, given, out: found.append(out[logits]))
+        with torch.no_grad():
+            model(torch.tensor(SEQUENCES[:1]), use_cache=False)
+    assert torch.allclose(*found, atol=1e-5)
 
 
 def test_hooks_of_routers_and_experts_run() -> None:

@@ -6,10 +6,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Router:
-    """Names the router: in the block, and its classes; an empty class name stands for ``nn.Linear``."""
+    """Names the router: in the block, and its classes; an empty class name stands for ``nn.Linear``.
+
+    logits_last: it gives ids, weights and logits, where others give logits, weights and ids.
+    """
 
     name: str = "gate"
     classes: tuple[str, ...] = ("TopKRouter",)
+    logits_last: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ Invariants:
 
 * Router and experts are called as modules: hooks of theirs run (Hugging Face records a router's logits by one), and
   under FSDP2 their weights are whole inside their own calls.
-* A router gives ``(logits, weights, ids)`` under every version of transformers, as Hugging Face's newer ones do. Here
-  logits and weights are float32, never rounded, and ids ascend in each row.
+* A router gives ``(logits, weights, ids)`` under every version of transformers, as Hugging Face's newer ones do, or
+  ``(ids, weights, logits)`` where those of its class do: Hugging Face records logits by their place. Here logits and
+  weights are float32, never rounded, and ids ascend in each row.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class RouterFacts:
         corrected: it has an ``e_score_correction_bias``.
         biased: it has a ``bias``.
         nested: its weight is that of the module ``layer`` inside it.
+        logits_last: as in `family.Router`.
     """
 
     options: RoutingOptions
@@ -38,6 +40,7 @@ class RouterFacts:
     corrected: bool
     biased: bool
     nested: bool
+    logits_last: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class BlockFacts:
 
     Attributes:
         router: the name of its router.
+        logits_last: as in `family.Router`.
         linears: options of experts whose weights are in the modules ``input_linear`` and ``output_linear``; None where
             they are in a module ``experts``.
         latent: experts compute on a narrower row, between ``fc1_latent_proj`` and ``fc2_latent_proj``.
@@ -63,6 +67,7 @@ class BlockFacts:
     """
 
     router: str
+    logits_last: bool
     linears: ExpertOptions | None
     latent: bool
     shared: str
@@ -76,7 +81,7 @@ class BlockFacts:
 
 
 def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of the experts chosen."""
+    """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of those chosen, in its class's order."""
     facts: RouterFacts = self.samebit
     holder = self.layer if facts.nested else self
     routing = route(
@@ -89,7 +94,8 @@ def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
     notes = installed_notes()
     if notes is not None:
         notes.note(facts.layer, routing.ids)
-    return routing.logits, routing.weights, routing.ids
+    given = routing.logits, routing.weights, routing.ids
+    return given[::-1] if facts.logits_last else given
 
 
 def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -104,7 +110,8 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tupl
     """Compute a block of experts; ``hidden_states``: ``[..., W]``."""
     facts: BlockFacts = self.samebit
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    _, weights, ids = self.get_submodule(facts.router)(x)
+    given = self.get_submodule(facts.router)(x)
+    _, weights, ids = given[::-1] if facts.logits_last else given
     if facts.latent:
         out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), ids, weights))
     elif facts.linears is None:

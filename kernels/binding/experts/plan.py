@@ -70,6 +70,7 @@ class ExpertPlan:
         self._check(name, check_options, routing, routed)
         return block_forward, BlockFacts(
             router=router,
+            logits_last=self.family.router.logits_last,
             linears=None if "experts" in children else options,
             latent="fc1_latent_proj" in children,
             shared=shared.name if shared.name in children else "",
@@ -88,7 +89,8 @@ class ExpertPlan:
         self._check_class(name, router, self.family.router.classes)
         nested = "layer" in dict(router.named_children())
         corrected = self.family.scores == "sigmoid"
-        facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested)
+        last = self.family.router.logits_last
+        facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested, last)
         self.inside[name] = router_forward, facts
         if nested:
             self.inside[f"{name}.layer"] = None
