@@ -7,8 +7,9 @@ rsLoRA mean what they mean to a trainer. peft is loaded by the first adapter.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,27 @@ def _lora_config(config: object) -> Any:
         known = ", ".join(str(one.value) for one in PEFT_TYPE_TO_CONFIG_MAPPING)
         raise AdapterError(f"peft_type={method!r}; exact is LORA (peft knows {known})")
     try:
-        return LoraConfig(**fields)
+        return LoraConfig(**_known(fields, LoraConfig))
     except (TypeError, ValueError) as error:
         raise AdapterError(f"peft refuses the adapter's config: {error}") from error
+
+
+def _known(fields: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Return the fields that the installed peft knows. Other versions write all of theirs: what is off says nothing.
+
+    Raises:
+        AdapterError: one that is not off, of which nobody here knows what it changes.
+    """
+    known = {one.name for one in dataclasses.fields(kind) if one.init}
+    unknown = {name: value for name, value in fields.items() if name not in known}
+    meant = [f"{name}={value!r}" for name, value in unknown.items() if not _is_off(value)]
+    if meant:
+        raise AdapterError(
+            f"the installed peft knows no {', '.join(meant)} of the adapter's config; allowed are the fields of its "
+            "LoraConfig, and others that are off (None, False or empty)"
+        )
+    return {name: value for name, value in fields.items() if name in known}
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, Sized) and not len(value))

@@ -1,6 +1,7 @@
 """Workers with weights of their own take adapters by name, alone, while they generate."""
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -250,7 +251,12 @@ def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: 
         (AdapterError, "copies of layers .*exact is None", good, {"config": lora_config(layer_replication=[[1, 2]])}),
         (AdapterError, "copies of layers .*exact is None", good, {"config": lora_config(layer_replication=[[0, 9]])}),
         (AdapterError, "peft_type='IA3'", good, {"config": {"peft_type": "IA3"}}),
-        (AdapterError, "unexpected keyword", good, {"config": {"rank": 3}}),
+        (
+            AdapterError,
+            "installed peft knows no rank=3 of the adapter's config; allowed are",
+            good,
+            {"config": {"rank": 3}},
+        ),
     ]
     for error, said, source, options in cases:
         with pytest.raises(error, match=said):
@@ -269,6 +275,24 @@ def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: 
     with pytest.raises(ValueError, match="is in both"):
         worker.load_adapter("policy", folder)
     assert_same_samples(worker.generate(PROMPTS, params()), before)
+
+
+OFF = {"some_new_option": None, "merge_weights": False, "enable_lora": [], "notes": "", "newer_still": {}}
+
+
+def test_a_folder_of_another_peft_may_have_fields_that_are_off(
+    policy: PeftModel, worker: RolloutWorker, folder: Path
+) -> None:
+    path = folder / "adapter_config.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, **OFF}))
+    worker.load_adapter("policy", folder)
+    assert_matches_trainer(policy, worker.generate(PROMPTS, params()), params())
+    for value in (True, 0, "on", [0], {"a": None}):
+        path.write_text(json.dumps({**saved, **OFF, "some_new_option": value}))
+        says = re.escape(f"knows no some_new_option={value!r} of the adapter's config")
+        with pytest.raises(AdapterError, match=says):
+            worker.load_adapter("policy", folder)
 
 
 @pytest.mark.parametrize(
