@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.ops.linear import linear
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, WorkerStateError
+from samebit.rollout import AdapterError, RolloutConfig, RolloutWorker, SamplingParams, WorkerStateError
 
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import CAMPAIGN, DTYPES, make_model, token_ids
@@ -392,6 +392,25 @@ def test_adapters_of_experts_are_refused() -> None:
     experts = lora_config(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.raises(BindingError, match=r"mlp.experts is a .*ParamWrapper .*no target_parameters"):
         bind(get_peft_model(make_model("Qwen3Moe"), experts))
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj"]])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_peft_makes_of_all_layers_around_experts_is_refused_with_what_to_name(
+    family: str, target: str | list[str]
+) -> None:
+    config = lora_config(target_modules=target)
+    says = (
+        r'target_parameters, which peft makes of target_modules="all-linear" too.*name layers of the attention .*q_proj'
+    )
+    with pytest.raises(BindingError, match=f"exactly: {says}.*ParamWrapper"):
+        bind(get_peft_model(make_model(family), copy.deepcopy(config)))
+    with (
+        RolloutWorker(make_model(family), config=RolloutConfig(**CONFIG)) as worker,
+        pytest.raises(AdapterError, match=f"exactly: {says}.*ParamWrapper"),
+    ):
+        worker.load_adapter("new", {}, config=config)
 
 
 def test_matrices_of_a_dtype_that_is_not_exact_are_refused() -> None:

@@ -47,7 +47,7 @@ def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShap
     unreached = modules_of_vision(wrapping_module(binding.family, inner))
     wrapped = {name: layer for name, layer in inner_model(peft_model).named_modules() if is_wrapped(layer)}
     reached = {name: layer for name, layer in wrapped.items() if places.get(name) not in unreached}
-    reasons = [reason for name, layer in reached.items() for reason in refusals(name, layer)]
+    reasons = refusals(reached)
     misplaced = [name for name in reached if not (binding.exact and _takes_adapters(places.get(name)))]
     if misplaced:
         reasons.append(f"{listed(misplaced)} (exact are {ADAPTABLE})")

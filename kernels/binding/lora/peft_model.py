@@ -26,6 +26,12 @@ def is_adapted(module: nn.Module) -> bool:
     return layers is not None and type(module) is layers.Linear
 
 
+def is_of_parameter(module: nn.Module) -> bool:
+    """Return whether LoRA changes a parameter of what this wraps (``target_parameters``)."""
+    layers: Any = sys.modules.get("peft.tuners.lora.layer")
+    return layers is not None and isinstance(module, layers.ParamWrapper)
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Return whether peft has put this in another module's place: an adapter of any kind, or a copy to train."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")

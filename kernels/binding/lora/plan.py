@@ -11,7 +11,7 @@ from torch import nn
 from samebit.kernels.binding.bound_record import unwrapped
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
-from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_wrapped
+from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_of_parameter, is_wrapped
 from samebit.kernels.layout.lora.adapters import BASE, Adapter, Delta, RowAdapters
 
 Bound = tuple[Callable[..., Any], Any]
@@ -27,6 +27,13 @@ ADAPTABLE = (
 """Says which layers an adapter may change."""
 
 _MERGED = attrgetter("merged_adapters")
+
+_OF_PARAMETERS = (
+    'target_parameters, which peft makes of target_modules="all-linear" too, and of gate_proj, up_proj and down_proj, '
+    "where experts have such weights: name layers of the attention alone, as target_modules="
+    '["q_proj", "k_proj", "v_proj", "o_proj"]'
+)
+"""Says where adapters of parameters come from that nobody has asked for."""
 
 _NAMED_AT_ONCE = 4
 """The most reasons that an error spells out."""
@@ -188,8 +195,7 @@ def check_adapters(model: nn.Module) -> None:
         BindingError: all that is not exact, by name.
     """
     check_configs(model)
-    wrapped = [(name, module) for name, module in inner_model(model).named_modules() if is_wrapped(module)]
-    reasons = [reason for name, module in wrapped for reason in refusals(name, module)]
+    reasons = refusals({name: module for name, module in inner_model(model).named_modules() if is_wrapped(module)})
     if reasons:
         raise BindingError(f"adapters that can not be bound exactly: {listed(reasons)}")
 
@@ -235,7 +241,16 @@ def check_config(name: str, config: Any) -> None:
         raise BindingError(f"an adapter is called {BASE!r}, which names the model without one")
 
 
-def refusals(name: str, module: nn.Module) -> list[str]:
+def refusals(wrapped: Mapping[str, nn.Module]) -> list[str]:
+    """Say what about the modules that peft has put in others' places is not exact; empty for plain LoRA.
+
+    wrapped: the modules by name.
+    """
+    reasons = [reason for name, module in wrapped.items() for reason in _refusals(name, module)]
+    return [_OF_PARAMETERS, *reasons] if any(map(is_of_parameter, wrapped.values())) else reasons
+
+
+def _refusals(name: str, module: nn.Module) -> list[str]:
     """Say what about a module that peft has put in another's place is not exact; empty for plain LoRA."""
     if not is_adapted(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
