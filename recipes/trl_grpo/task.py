@@ -15,6 +15,13 @@ from samebit.recipes.verl_grpo import task as with_template
 SEED = 0
 HELD_OUT = 200
 
+_TEXT_ALONE = {
+    "type": "object",
+    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}},
+    "x-regex": r"(?P<content>[\s\S]*)",
+}
+"""Tells how to read an answer of the built-in model: AsyncGRPO asks, and knows published chat templates alone."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -39,7 +46,9 @@ def built_in(folder: Path, count: int) -> Task:
     """Return the model of recipes/grpo.py, warmed up and saved with a chat template, or that of an earlier run."""
     with_template.build(folder, training=count, held_out=HELD_OUT, warm=True)
     sets = chain_sum.problem_sets(SEED + 1, count, HELD_OUT)
-    return Task(str(folder / "model"), AutoTokenizer.from_pretrained(folder / "model"), sets)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.response_schema = _TEXT_ALONE
+    return Task(str(folder / "model"), tokenizer, sets)
 
 
 def of_user(model: str, data: str | None, count: int, answer_after: str = MARKER) -> Task:

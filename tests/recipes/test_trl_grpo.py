@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install 'samebit[tr
 from samebit.recipes import tiny_model
 from samebit.recipes.trl_grpo import run
 from samebit.recipes.trl_grpo.task import AnswerReward
+from samebit.recipes.verl_grpo import task as verl_task
 from samebit.recipes.verl_grpo.task import TEMPLATE
 
 
@@ -70,7 +72,19 @@ def always_says(policy: PreTrainedModel, token: int) -> None:
         table[token, 0] = 50.0
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "rloo", "async"])
+def test_async_on_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, and not warmed up."""
+    build = verl_task.build
+    small: dict[str, Any] = {"warm": False, "hidden_size": 32, "num_hidden_layers": 1}
+    monkeypatch.setattr(verl_task, "build", lambda folder, **given: build(folder, **{**given, **small}))
+    sizes = {"steps": 1, "prompts": 2, "samples": 4, "micro-batch": 4, "max-tokens": 9}
+    given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    run.main(["--trainer", "async", "--out", str(tmp_path), *given])
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert (row["samebit/tokens_differing"], row["samebit/tokens_compared"] > 0) == (0.0, True)
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Path, tmp_path: Path) -> None:
     """As in models whose turns end at another token than texts do: those of Gemma, Phi-3."""
     policy, tokenizer = tiny_model.load(model)
