@@ -99,13 +99,11 @@ class Plan:
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
         if self.wrapping is not None:
             found.append((self.wrapping, (wrapping_forward,)))
-        dense = (
-            self._dense_layers(model, parts, adapters is not None) if self.exact and self.family.layers.pre_norm else {}
-        )
-        found += dense.items()
+        one_call = self._one_call_layers(model, parts, adapters is not None) if facts.pre_norm else {}
+        found += one_call.items()
         if adapters is not None:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            found += [(layer, (layer_forward,)) for layer in layers if layer not in dense]
+            found += [(layer, (layer_forward,)) for layer in layers if layer not in one_call]
         if self.exact:
             head = model.get_submodule("lm_head")
             found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
@@ -116,7 +114,7 @@ class Plan:
         found.append((model, (causal_forward(own, known=known and self.exact),)))
         return found
 
-    def _dense_layers(self, model: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> dict[nn.Module, Any]:
+    def _one_call_layers(self, model: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> dict[nn.Module, Any]:
         """Return the decoder layers that a rollout may compute in one call; their class must be transformers' own."""
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]

@@ -13,7 +13,7 @@ from samebit.kernels.cpu.experts.operation import experts_backward, experts_forw
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
 from samebit.kernels.cpu.latent.selection import choose_keys
-from samebit.kernels.cpu.layers.attention import dense_call
+from samebit.kernels.cpu.layers.attention import attention_call
 from samebit.kernels.cpu.layers.calls import run_layers
 from samebit.kernels.cpu.layers.ends import end_calls
 from samebit.kernels.cpu.layers.latent import latent_call
@@ -44,6 +44,7 @@ __all__ = [
     "add_low_rank",
     "add_rms_norm",
     "attention_backward",
+    "attention_call",
     "attention_forward",
     "attention_of_unrotated",
     "block_call",
@@ -53,7 +54,6 @@ __all__ = [
     "delta_call",
     "delta_rule",
     "delta_rule_backward",
-    "dense_call",
     "draw",
     "end_calls",
     "entropies",

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
-from samebit.kernels.layout.layers.weights import LayerWeights
 
 Saved = tuple[torch.Tensor, ...]
 """A forward hands these tensors to its backward. Only the device that wrote it reads it."""
@@ -47,71 +45,6 @@ class HeadNorms(NamedTuple):
     keys: torch.Tensor
     eps: float
     offset: float
-
-
-@dataclass(frozen=True, eq=False)
-class DenseWeights(LayerWeights):
-    """Holds the parameters of a decoder layer: the norms before attention and before the MLP, those of queries and keys
-    or None, and the linear layers, those of one input together; None for those of another MLP behind the call."""
-
-    norms: tuple[torch.Tensor, torch.Tensor]
-    head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
-    qkv: tuple[Layer, Layer, Layer]
-    o: tuple[Layer]
-    gate_up: tuple[Layer, Layer] | None
-    down: tuple[Layer] | None
-
-    @cached_property
-    def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the parameters one by one; None for what the layer does not have."""
-        nothing = (None, None)
-        (q, k, v), (o,), (gate, up), (down,) = (
-            self.qkv, self.o, self.gate_up or (nothing, nothing), self.down or (nothing,)
-        )  # fmt: skip
-        return (*self.norms, *self.head_norms, *q, *k, *v, *o, *gate, *up, *down)
-
-
-@dataclass(frozen=True)
-class DenseOptions:
-    """Tells one decoder layer of attention and a gated MLP from another.
-
-    Attributes:
-        attention: of its attention.
-        width: hidden size.
-        heads: of queries.
-        kv_heads: of keys.
-        head_dim: their size.
-        inner: width of the MLP; 0 for another one behind the call.
-        gated: queries come with a gate each, whose sigmoid is multiplied onto what is attended to.
-        norms: eps and offset of the norm before attention, of that before the MLP, and of those of the heads.
-    """
-
-    attention: AttentionOptions
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    gated: bool
-    norms: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
-
-    @cached_property
-    def numbers(self) -> tuple[np.float32, ...]:
-        """Return the norms', then scale and softcap of attention, as a kernel takes them."""
-        attention = self.attention.scale, self.attention.softcap
-        return tuple(map(np.float32, (*chain.from_iterable(self.norms), *attention)))
-
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of `DenseWeights.flat`."""
-        heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        width, inner, queries = self.width, self.inner, 2 * heads if self.gated else heads
-        of_heads = (self.head_dim,)
-        return (
-            (width,), (width,), of_heads, of_heads,
-            (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
-            (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,16 @@ from samebit.kernels.cpu import operations as cpu
 from samebit.kernels.layout import device
 from samebit.kernels.layout.call_rows import Ints, StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights
 from samebit.kernels.layout.layers.ends import EndWeights
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
 from samebit.kernels.layout.layers.latent import LatentLayerOptions, LatentTerms, LatentWeights
-from samebit.kernels.layout.lora.adapters import DenseTerms, LowRanks
+from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
-    DenseOptions,
-    DenseWeights,
     ExpertOptions,
     ExpertWeights,
     Filters,
@@ -258,10 +257,10 @@ class WholeCalls(Protocol):
     """
 
     # samebit.kernels.ops.layers
-    def dense_call(
-        self, weights: DenseWeights, context: ForwardContext, options: DenseOptions, terms: DenseTerms
+    def attention_call(
+        self, weights: AttentionWeights, context: ForwardContext, options: AttentionLayerOptions, terms: AttentionTerms
     ) -> LayerCall:
-        """Prepare a decoder layer of attention and a gated MLP."""
+        """Prepare a decoder layer of attention."""
 
     def latent_call(
         self, weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms

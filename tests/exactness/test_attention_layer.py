@@ -27,7 +27,7 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each layer had that was computed in one call."""
     rows: list[int] = []
-    prepare = attention_layer.dense_call
+    prepare = attention_layer.attention_call
 
     def counted(x: torch.Tensor, *arguments: object) -> LayerCall | None:
         call = prepare(x, *arguments)
@@ -35,7 +35,7 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             rows.append(x.shape[-2])
         return call
 
-    monkeypatch.setattr(attention_layer, "dense_call", counted)
+    monkeypatch.setattr(attention_layer, "attention_call", counted)
     return rows
 
 

@@ -61,7 +61,7 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
         monkeypatch.setattr(module, name, counted)
 
     count(delta_layer, "delta_call")
-    count(attention_layer, "dense_call")
+    count(attention_layer, "attention_call")
     return calls
 
 
@@ -81,7 +81,7 @@ def test_one_call_gives_the_bits_of_the_modules(
     rows = [rows for _, rows in layers_in_one_call]
     assert min(rows) <= 2
     assert max(rows) > 16  # both kinds of matrix products
-    assert {name for name, _ in layers_in_one_call} == {"delta_call", "dense_call"}
+    assert {name for name, _ in layers_in_one_call} == {"delta_call", "attention_call"}
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
     heard: list[str] = []
@@ -129,7 +129,7 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
 ) -> None:
     model = bind(make_peft(family, dtype, config_for(family, 5)))
     at_once, _ = run(model, PROMPTS, PARAMS)
-    assert {name for name, _ in layers_in_one_call} == {"delta_call", "dense_call"}
+    assert {name for name, _ in layers_in_one_call} == {"delta_call", "attention_call"}
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
     heard: list[str] = []

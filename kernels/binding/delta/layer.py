@@ -26,7 +26,7 @@ from samebit.kernels.layout.layers.delta import (
     DeltaWeights,
     MixerWeights,
 )
-from samebit.kernels.layout.layers.latent import GatedWeights
+from samebit.kernels.layout.layers.weights import GatedWeights
 from samebit.kernels.ops.delta.layer import delta_call
 from samebit.kernels.ops.rope import RotaryTables
 

@@ -23,15 +23,15 @@ from samebit.kernels.binding.modules import (
     rms_norm_forward,
 )
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.lora.adapters import DenseTerms
-from samebit.kernels.layout.options import DenseOptions, DenseWeights
-from samebit.kernels.ops.layers.attention import dense_call
+from samebit.kernels.layout.layers.weights import GatedWeights
+from samebit.kernels.ops.layers.attention import attention_call
 from samebit.kernels.ops.rope import RotaryTables
 
 
 @dataclass(frozen=True)
-class DenseLayerFacts:
+class AttentionLayerFacts:
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
@@ -40,7 +40,7 @@ class DenseLayerFacts:
         adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
     """
 
-    options: DenseOptions
+    options: AttentionLayerOptions
     head_norms: bool
     adapters: bool
 
@@ -63,10 +63,10 @@ class DenseLayerFacts:
         earlier: torch.Tensor | None,
     ) -> LayerCall | None:  # fmt: skip
         """Implement `known.LayerFacts`."""
-        return dense_call(x, found[0], tables, self.options, found[1])
+        return attention_call(x, found[0], tables, self.options, found[1])
 
 
-def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DenseLayerFacts | None:
+def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> AttentionLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
@@ -89,7 +89,7 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
         return None
     size, gated = of_attention.head_dim, of_attention.gated
     outputs, width = weight_of(attention.get_submodule("q_proj"), parts).shape
-    options = DenseOptions(
+    options = AttentionLayerOptions(
         of_attention.options,
         width,
         outputs // (2 * size if gated else size),
@@ -99,7 +99,7 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
         gated,
         (pairs[0], pairs[1], pairs[2]),
     )
-    return DenseLayerFacts(options, of_attention.qk_norm == "head", adapters)
+    return AttentionLayerFacts(options, of_attention.qk_norm == "head", adapters)
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
@@ -107,7 +107,7 @@ def _is_plain_attention(facts: AttentionFacts) -> bool:
     return not special and facts.key_multiplier == 1.0
 
 
-def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> Found | None:
+def _weights(layer: Any, facts: AttentionLayerFacts, context: ForwardContext) -> Found | None:
     """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
     modules does more than compute with them."""
     children, gated = layer._modules, facts.options.inner > 0
@@ -128,8 +128,11 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> Fou
     linears = linears_of(tuple(groups), context, facts.adapters)
     if linears is None:
         return None
-    layers, terms = linears
+    ((q, k, v), (o,), *others), terms = linears
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-    of_norms: tuple[Any, ...] = (first, second), tuple(of_heads) or (None, None)
-    parts: tuple[Any, ...] = (*of_norms, *layers) if gated else (*of_norms, *layers, None, None)
-    return DenseWeights(*parts), DenseTerms(*terms), None if gated else block_behind(mlp, context, facts.adapters)
+    q_norm, k_norm = of_heads or (None, None)
+    weights = AttentionWeights(
+        (first, second), (q_norm, k_norm), (q, k, v), o, GatedWeights(*others[0], *others[1]) if gated else None
+    )
+    block = None if gated else block_behind(mlp, context, facts.adapters)
+    return weights, AttentionTerms(*terms), block

@@ -20,7 +20,7 @@ from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import mlp_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
-from samebit.kernels.layout.layers.latent import GatedWeights
+from samebit.kernels.layout.layers.weights import GatedWeights
 from samebit.kernels.layout.options import ExpertWeights, Layer
 
 

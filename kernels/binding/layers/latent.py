@@ -23,13 +23,13 @@ from samebit.kernels.binding.modules import NormFacts, layer_norm_forward, mlp_f
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.latent import (
-    GatedWeights,
     IndexerOptions,
     IndexWeights,
     LatentLayerOptions,
     LatentTerms,
     LatentWeights,
 )
+from samebit.kernels.layout.layers.weights import GatedWeights
 from samebit.kernels.ops.layers.latent import latent_call, sparse_call
 from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.rope import RotaryTables

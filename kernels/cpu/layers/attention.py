@@ -30,9 +30,8 @@ from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, pro
 from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.lora.adapters import DenseTerms
-from samebit.kernels.layout.options import DenseOptions, DenseWeights
 
 _rotate_and_write, _sigmoid = rotate_and_write.part, sigmoid_rows.part
 
@@ -72,8 +71,8 @@ class Numbers(NamedTuple):
 
 _WEIGHTS, _SIZES, _NUMBERS = 18, len(Sizes._fields), len(Numbers._fields)
 _LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 4)
-"""Lays out a layer's record: the addresses of `DenseWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`, and
-four `Terms`."""
+"""Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`,
+and four `Terms`."""
 
 _SIZES_AT = 8 * _WEIGHTS
 _NUMBERS_AT = _SIZES_AT + 8 * _SIZES
@@ -208,8 +207,10 @@ _kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
 _adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
 
 
-def dense_call(weights: DenseWeights, context: ForwardContext, options: DenseOptions, terms: DenseTerms) -> LayerCall:
-    """Implement `dispatch.WholeCalls.dense_call`."""
+def attention_call(
+    weights: AttentionWeights, context: ForwardContext, options: AttentionLayerOptions, terms: AttentionTerms
+) -> LayerCall:
+    """Implement `dispatch.WholeCalls.attention_call`."""
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
     pages = context.pages[options.attention.layer]
@@ -218,8 +219,9 @@ def dense_call(weights: DenseWeights, context: ForwardContext, options: DenseOpt
 
 
 def _call(
-    weights: DenseWeights, places: tuple[int, int], options: DenseOptions, terms: DenseTerms, dtype: torch.dtype
-) -> LayerCall:
+    weights: AttentionWeights, places: tuple[int, int], options: AttentionLayerOptions, terms: AttentionTerms,
+    dtype: torch.dtype,
+) -> LayerCall:  # fmt: skip
     groups = tuple(map(terms_of, terms))
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     numbers = (

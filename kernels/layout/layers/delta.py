@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from samebit.kernels.layout.layers.latent import GatedWeights
-from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.layers.weights import GatedWeights, LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, Layer
 

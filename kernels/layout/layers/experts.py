@@ -8,8 +8,7 @@ from functools import cached_property
 
 import torch
 
-from samebit.kernels.layout.layers.latent import GatedWeights
-from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.layers.weights import GatedWeights, LayerWeights
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, Layer, RoutingOptions
 
 

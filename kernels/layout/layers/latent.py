@@ -11,17 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.layers.weights import GatedWeights, LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.layout.options import IndexOptions, LatentOptions, Layer
-
-
-class GatedWeights(NamedTuple):
-    """Holds the linear layers of a gated MLP."""
-
-    gate: Layer
-    up: Layer
-    down: Layer
 
 
 class IndexWeights(NamedTuple):

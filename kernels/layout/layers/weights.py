@@ -1,10 +1,20 @@
-"""Hold the parameters of a decoder layer that is one call, and what was worked out from them."""
+"""Hold the parameters of a decoder layer that is one call, and what was worked out from them; and those of its MLP."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from samebit.kernels.layout.options import Layer
+
+
+class GatedWeights(NamedTuple):
+    """Holds the linear layers of a gated MLP."""
+
+    gate: Layer
+    up: Layer
+    down: Layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,15 +64,6 @@ PlacedTerms = tuple[tuple[int, ...], LowRanks]
 """Names what is added to some of the layers that share an input: their places among these, and the terms."""
 
 
-class DenseTerms(NamedTuple):
-    """Holds what an adapter adds to the linear layers of a decoder layer; None for nothing."""
-
-    qkv: PlacedTerms | None = None
-    o: PlacedTerms | None = None
-    gate_up: PlacedTerms | None = None
-    down: PlacedTerms | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Delta:
     """Holds what an adapter adds to one linear layer: ``scale * up(down(x))``.

@@ -6,17 +6,17 @@ call, or what is given does not fit it, there is none, and the modules are to be
 
 import torch
 
+from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.lora.adapters import DenseTerms
-from samebit.kernels.layout.options import DenseOptions, DenseWeights
 from samebit.kernels.ops.dispatch import whole_calls
 from samebit.kernels.ops.layers.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.rope import RotaryTables
 
 
-def dense_call(
-    x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options: DenseOptions, terms: DenseTerms
-) -> LayerCall | None:
+def attention_call(
+    x: torch.Tensor, weights: AttentionWeights, tables: RotaryTables, options: AttentionLayerOptions,
+    terms: AttentionTerms,
+) -> LayerCall | None:  # fmt: skip
     """Return the call that makes the layer of what is like ``x``: ``[..., W]`` for the T rows of the tables' context,
     whose pages it writes to and reads; or None.
 
@@ -34,4 +34,4 @@ def dense_call(
         and pages_fit(context.pages[options.attention.layer], tables, shape, x.dtype)
     ):
         return None
-    return calls.dense_call(weights, context, options, terms)
+    return calls.attention_call(weights, context, options, terms)
