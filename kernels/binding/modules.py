@@ -85,7 +85,7 @@ class DecoderFacts:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Holds shapes and options of an attention module; `fused` and `qk_norm` as in `families.Family`.
+    """Holds shapes and options of an attention module; `fused` and `qk_norm` as in `families.AttentionFamily`.
 
     Attributes:
         key_multiplier: factor on the keys.
