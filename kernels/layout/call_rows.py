@@ -57,7 +57,7 @@ class CallRows:
         write_from: ``[S]`` tokens of each sequence that are not written, because the pages have them already;
             None for none.
         captures: ``[M, 3]`` (sequence, absolute position, checkpoint): keep the state of that sequence at that chunk
-            boundary, which this call reaches or passes, in that checkpoint of the memory of Mamba layers.
+            boundary, which this call reaches or passes, in that checkpoint of the memory of recurrent layers.
     """
 
     positions: torch.Tensor

@@ -36,7 +36,7 @@ class DeviceLayout:
     Attributes:
         row_start: ``[S]`` as in `CallRows`; so are ``lengths`` and ``starts``.
         queries: ``[N, 2]`` row and position of each token, in the order of `AttentionWork`.
-        slots: ``[S]`` slot of each sequence in the memory of Mamba layers.
+        slots: ``[S]`` slot of each sequence in the memory of recurrent layers.
         tables: ``[S, W]`` block table of each sequence.
         blocks: ``[T]`` where each row's key and value go to, with ``offsets``.
         sequences: ``[T]`` of each row, -1 for padding; ``within``: its place in it.

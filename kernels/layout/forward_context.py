@@ -37,8 +37,8 @@ class ForwardContext(CallRows):
 
     Attributes:
         pages: the tensors of the layers (see `samebit.kernels.layout.kv_pages`), or None for a training call.
-        states: the memory of Mamba layers, slot ``table_rows[s]`` for sequence s; None for models without them, and for
-            a training call.
+        states: the memory of recurrent layers, slot ``table_rows[s]`` for sequence s; None for models without them, and
+            for a training call.
         device_layout: what of this was sent to the device before; None to have it sent.
         adapters: of the rows; None where the model's own flags say it (a trainer's call).
         known: properties that `StepRows` says, so that the layout is checked, and they need not be worked out.

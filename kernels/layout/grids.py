@@ -21,7 +21,7 @@ KV_SPLIT = 512
 """Count of tokens whose softmax is one of its own on a GPU, and is then merged with those before it. Arithmetic."""
 
 SCAN_CHUNK = LANES
-"""The tokens between two moves of the state of a Mamba layer (C). Arithmetic."""
+"""The tokens between two moves of the state of a recurrent layer (C). Arithmetic."""
 
 VOCAB_CHUNK = 1024
 """Count of tokens of the vocabulary whose exponentials are summed in float32, before sums go on in float64 (C).

@@ -5,7 +5,7 @@ table of the tensor's device (`dispatch`); nothing else here imports `samebit.ke
 All import `samebit.kernels.layout`; above lies `samebit.kernels.binding`.
 
 The way through: `linear`, then `attention`, which takes `norm` and `rope` in, then `logprobs` and `sampling`;
-`activation`; `conv` and `ssd` of Mamba layers. `score_arguments` checks what a caller says of a score, `errors` raises
-what several operations refuse. Folders: `delta`, `latent` and `experts` are operations of those layers, `lora` what
-adapters add, `layers` a whole layer.
+`activation`; `conv` of recurrent layers, `ssd` of Mamba layers. `score_arguments` checks what a caller says of a score,
+`errors` raises what several operations refuse. Folders: `delta`, `latent` and `experts` are operations of those layers,
+`lora` what adapters add, `layers` a whole layer.
 """
