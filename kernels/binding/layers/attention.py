@@ -1,4 +1,4 @@
-"""Compute a decoder layer of attention and an MLP in one call.
+"""Compute a decoder layer of attention in one call.
 
 `Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
 is in the call; routed experts are a call of their module behind it. What each part computes stands in the facts that

@@ -1,5 +1,7 @@
-"""Compute a whole decoder layer of attention and a gated MLP in one call, for the steps of a rollout on the CPU. Of
-another MLP its input is in the call.
+"""Compute a decoder layer of attention in one call, for the steps of a rollout on the CPU.
+
+The layer is ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; a gated MLP is in the call, of another one its input
+is.
 
 Invariant: an element is computed by the parts that the operations of the layer's modules run, in their order, and
 rounded where they round. So a layer has the bits of its modules' own calls, which training makes.

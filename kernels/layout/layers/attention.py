@@ -1,4 +1,4 @@
-"""Hold what a decoder layer of attention and an MLP is given where it is one call."""
+"""Hold what a decoder layer of attention is given where it is one call."""
 
 from dataclasses import dataclass
 from functools import cached_property

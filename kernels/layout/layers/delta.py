@@ -1,4 +1,4 @@
-"""Hold what a decoder layer of a Gated DeltaNet mixer and an MLP is given where it is one call.
+"""Hold what a decoder layer of a Gated DeltaNet mixer is given where it is one call.
 
 The gates' parameters, ``a_log`` and ``dt_bias``, are of the other parameters' dtype or float32, both alike. W hidden
 size, F width of the MLP.

@@ -1,4 +1,4 @@
-"""Prepare the one call of a decoder layer of attention and a gated MLP, for the steps of a rollout.
+"""Prepare the one call of a decoder layer of attention, for the steps of a rollout.
 
 Contract: the bits of the layer's modules, each called by itself, residual sums included. Where a device has no such
 call, or what is given does not fit it, there is none, and the modules are to be called.
