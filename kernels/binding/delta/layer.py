@@ -4,7 +4,7 @@
 in the call; routed experts are a call of their module behind it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.layers.experts import block_behind
-from samebit.kernels.binding.layers.known import Found
+from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
@@ -37,39 +37,52 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
-class DeltaLayerFacts:
-    """Holds what the layer's call needs to know beside its parameters.
+class DeltaLayerFacts(LayerFacts):
+    """Holds the facts of a layer of Gated DeltaNet.
 
     Attributes:
-        options: sizes and constants.
         mixer: its mixer's.
-        adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
     """
 
     options: DeltaLayerOptions
-    mixer: DeltaFacts
-    adapters: bool
-
-    @property
-    def apart(self) -> str:
-        """Implement `known.LayerFacts`."""
-        return "" if self.options.inner else "mlp"
+    mixer: DeltaFacts = field(kw_only=True)
 
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
-        return _weights(layer, self, context)
-
-    @property
-    def returns_choice(self) -> bool:
-        """Implement `known.LayerFacts`."""
-        return False
+        gated, children = self.options.inner > 0, layer._modules
+        mixer, mlp = children[MIXER], children["mlp"]
+        inside, of_mlp = mixer._modules, mlp._modules
+        norms = [children[name] for name in _NORMS]
+        untouched = (
+            runs(mixer, delta_forward)
+            and all(runs(norm, rms_norm_forward) for norm in norms)
+            and (not gated or runs(mlp, mlp_forward))
+        )
+        if not untouched:
+            return None
+        family = self.mixer.family
+        groups = [tuple(inside[name] for name in names) for names in (*family.inputs, (family.out,))]
+        groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+        linears = linears_of(tuple(groups), context, self.adapters)
+        if linears is None:
+            return None
+        (layers, terms), count = linears, len(family.inputs)
+        of_input, ((out,), *others) = layers[:count], layers[count:]
+        taps, norm = (inside[name]._parameters["weight"] for name in (self.mixer.convolutions[0], family.norm))
+        gates = mixer._parameters["A_log"], mixer._parameters["dt_bias"]
+        weights = DeltaWeights(
+            (norms[0]._parameters["weight"], norms[1]._parameters["weight"]),
+            MixerWeights(tuple(chain.from_iterable(of_input)), out, taps, norm, *gates),
+            GatedWeights(*others[0], *others[1]) if gated else None,
+        )
+        block = None if gated else block_behind(mlp, context, self.adapters)
+        return Found(weights, DeltaTerms(*terms[:count], *[None] * (MOST_GROUPS - count), *terms[count:]), block)
 
     def prepared(
-        self, x: torch.Tensor, found: Found, tables: RotaryTables,
-        earlier: torch.Tensor | None,
-    ) -> LayerCall | None:  # fmt: skip
+        self, x: torch.Tensor, found: Found, tables: RotaryTables, earlier: torch.Tensor | None
+    ) -> LayerCall | None:
         """Implement `known.LayerFacts`."""
-        return delta_call(x, found[0], tables.context, self.options, found[1])
+        return delta_call(x, found.weights, tables.context, self.options, found.terms)
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DeltaLayerFacts | None:
@@ -87,37 +100,5 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
         return None
     plain = is_plain_mlp(facts_of_part(mlp, parts))
     inner = weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if plain else 0
-    return DeltaLayerFacts(DeltaLayerOptions(mixer.one_call, inner, (pairs[0], pairs[1])), mixer, adapters)
-
-
-def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> Found | None:
-    """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
-    modules does more than compute with them."""
-    gated, children = facts.options.inner > 0, layer._modules
-    mixer, mlp = children[MIXER], children["mlp"]
-    inside, of_mlp = mixer._modules, mlp._modules
-    norms = [children[name] for name in _NORMS]
-    untouched = (
-        runs(mixer, delta_forward)
-        and all(runs(norm, rms_norm_forward) for norm in norms)
-        and (not gated or runs(mlp, mlp_forward))
-    )
-    if not untouched:
-        return None
-    family = facts.mixer.family
-    groups = [tuple(inside[name] for name in names) for names in (*family.inputs, (family.out,))]
-    groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
-    linears = linears_of(tuple(groups), context, facts.adapters)
-    if linears is None:
-        return None
-    (layers, terms), count = linears, len(family.inputs)
-    of_input, ((out,), *others) = layers[:count], layers[count:]
-    taps, norm = (inside[name]._parameters["weight"] for name in (facts.mixer.convolutions[0], family.norm))
-    gates = mixer._parameters["A_log"], mixer._parameters["dt_bias"]
-    weights = DeltaWeights(
-        (norms[0]._parameters["weight"], norms[1]._parameters["weight"]),
-        MixerWeights(tuple(chain.from_iterable(of_input)), out, taps, norm, *gates),
-        GatedWeights(*others[0], *others[1]) if gated else None,
-    )
-    block = None if gated else block_behind(mlp, context, facts.adapters)
-    return weights, DeltaTerms(*terms[:count], *[None] * (MOST_GROUPS - count), *terms[count:]), block
+    options = DeltaLayerOptions(mixer.one_call, inner, (pairs[0], pairs[1]))
+    return DeltaLayerFacts(options, adapters, mixer=mixer)

@@ -5,14 +5,14 @@ is in the call; routed experts are a call of their module behind it. What each p
 `bind` gave to its module; here they are put together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from samebit.kernels.binding.layers.experts import block_behind
-from samebit.kernels.binding.layers.known import Found
+from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import (
@@ -31,39 +31,50 @@ from samebit.kernels.ops.rope import RotaryTables
 
 
 @dataclass(frozen=True)
-class AttentionLayerFacts:
-    """Holds what the layer's call needs to know beside its parameters.
+class AttentionLayerFacts(LayerFacts):
+    """Holds the facts of a layer of attention.
 
     Attributes:
-        options: sizes and constants.
         head_norms: queries and keys have norms.
-        adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
     """
 
     options: AttentionLayerOptions
-    head_norms: bool
-    adapters: bool
-
-    @property
-    def apart(self) -> str:
-        """Implement `known.LayerFacts`."""
-        return "" if self.options.inner else "mlp"
+    head_norms: bool = field(kw_only=True)
 
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
-        return _weights(layer, self, context)
-
-    @property
-    def returns_choice(self) -> bool:
-        """Implement `known.LayerFacts`."""
-        return False
+        children, gated = layer._modules, self.options.inner > 0
+        attention, mlp = children["self_attn"], children["mlp"]
+        of_attention, of_mlp = attention._modules, mlp._modules
+        norms = [children["input_layernorm"], children["post_attention_layernorm"]]
+        if self.head_norms:
+            norms += [of_attention["q_norm"], of_attention["k_norm"]]
+        untouched = (
+            runs(attention, attention_forward)
+            and (not gated or runs(mlp, mlp_forward))
+            and all(runs(norm, rms_norm_forward) for norm in norms)
+        )
+        if not untouched:
+            return None
+        groups = [(of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]), (of_attention["o_proj"],)]
+        groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+        linears = linears_of(tuple(groups), context, self.adapters)
+        if linears is None:
+            return None
+        ((q, k, v), (o,), *others), terms = linears
+        first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
+        q_norm, k_norm = of_heads or (None, None)
+        weights = AttentionWeights(
+            (first, second), (q_norm, k_norm), (q, k, v), o, GatedWeights(*others[0], *others[1]) if gated else None
+        )
+        block = None if gated else block_behind(mlp, context, self.adapters)
+        return Found(weights, AttentionTerms(*terms), block)
 
     def prepared(
-        self, x: torch.Tensor, found: Found, tables: RotaryTables,
-        earlier: torch.Tensor | None,
-    ) -> LayerCall | None:  # fmt: skip
+        self, x: torch.Tensor, found: Found, tables: RotaryTables, earlier: torch.Tensor | None
+    ) -> LayerCall | None:
         """Implement `known.LayerFacts`."""
-        return attention_call(x, found[0], tables, self.options, found[1])
+        return attention_call(x, found.weights, tables, self.options, found.terms)
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> AttentionLayerFacts | None:
@@ -99,40 +110,9 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> A
         gated,
         (pairs[0], pairs[1], pairs[2]),
     )
-    return AttentionLayerFacts(options, of_attention.qk_norm == "head", adapters)
+    return AttentionLayerFacts(options, adapters, head_norms=of_attention.qk_norm == "head")
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
     special = facts.fused or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
     return not special and facts.key_multiplier == 1.0
-
-
-def _weights(layer: Any, facts: AttentionLayerFacts, context: ForwardContext) -> Found | None:
-    """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
-    modules does more than compute with them."""
-    children, gated = layer._modules, facts.options.inner > 0
-    attention, mlp = children["self_attn"], children["mlp"]
-    of_attention, of_mlp = attention._modules, mlp._modules
-    norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-    if facts.head_norms:
-        norms += [of_attention["q_norm"], of_attention["k_norm"]]
-    untouched = (
-        runs(attention, attention_forward)
-        and (not gated or runs(mlp, mlp_forward))
-        and all(runs(norm, rms_norm_forward) for norm in norms)
-    )
-    if not untouched:
-        return None
-    groups = [(of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]), (of_attention["o_proj"],)]
-    groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
-    linears = linears_of(tuple(groups), context, facts.adapters)
-    if linears is None:
-        return None
-    ((q, k, v), (o,), *others), terms = linears
-    first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-    q_norm, k_norm = of_heads or (None, None)
-    weights = AttentionWeights(
-        (first, second), (q_norm, k_norm), (q, k, v), o, GatedWeights(*others[0], *others[1]) if gated else None
-    )
-    block = None if gated else block_behind(mlp, context, facts.adapters)
-    return weights, AttentionTerms(*terms), block

@@ -14,7 +14,7 @@ from samebit.kernels.binding.experts.forwards import (
     router_forward,
 )
 from samebit.kernels.binding.experts.plan import CORRECTION
-from samebit.kernels.binding.layers.known import Block
+from samebit.kernels.binding.layers.known import ExpertBlock
 from samebit.kernels.binding.layers.linears import is_plain_mlp, linears_of
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import mlp_forward
@@ -24,7 +24,7 @@ from samebit.kernels.layout.layers.weights import GatedWeights
 from samebit.kernels.layout.options import ExpertWeights, Layer
 
 
-def block_behind(block: Any, context: ForwardContext, wrapped: bool) -> Block | None:
+def block_behind(block: Any, context: ForwardContext, wrapped: bool) -> ExpertBlock | None:
     """Return what the call of the experts behind a layer reads; None where a call of their modules does more than
     compute with it, for another kind of MLP, and where an adapter changes them. ``wrapped``: peft has put adapters into
     the model."""
@@ -54,7 +54,7 @@ def block_behind(block: Any, context: ForwardContext, wrapped: bool) -> Block | 
     number, width = weight.shape
     inner = held["down_proj"].shape[1 if options.transposed else 2]
     of_every_row = 0 if shared is None else len(shared.gate[0])
-    return weights, BlockOptions(of_router.options, options, width, number, inner, of_every_row)
+    return ExpertBlock(weights, BlockOptions(of_router.options, options, width, number, inner, of_every_row))
 
 
 def _every_row(

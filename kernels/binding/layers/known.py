@@ -5,11 +5,12 @@ parameters, and where these lie in memory, are compared at each call; where one 
 all layers are compared at once, before the first is computed: between two layers the caches are full of weights.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,37 +23,59 @@ from samebit.kernels.layout.lora.adapters import KeptTerms
 from samebit.kernels.ops.linear import some_listen, some_listen_to_all
 from samebit.kernels.ops.rope import RotaryTables
 
-Block = tuple[BlockWeights, BlockOptions]
-"""Holds what the one call of a block of experts reads."""
-
-Found = tuple[Any, Any, Block | None]
-"""Holds (parameters, adapter terms, expert block). The block is None if the layer has no routed experts, or if their
-module must be called."""
-
 _SHAPE = attrgetter("shape", "dtype")
 
 
-class LayerFacts(Protocol):
-    """Knows how one kind of decoder layer is computed in one call."""
+@dataclass(frozen=True, eq=False)
+class ExpertBlock:
+    """Holds what the one call of a block of experts reads."""
 
-    @property
-    def adapters(self) -> bool:
-        """Return whether peft has put adapters into the model."""
+    weights: BlockWeights
+    options: BlockOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Holds what the one call of a layer reads.
+
+    Attributes:
+        weights: the parameters of a layer of its kind, `LayerWeights`.
+        terms: what the call's adapter adds to these.
+        block: of experts behind it; None if it has none, or if their module must be called.
+    """
+
+    weights: Any
+    terms: Any
+    block: ExpertBlock | None
+
+
+@dataclass(frozen=True)
+class LayerFacts(ABC):
+    """Knows how one kind of decoder layer is computed in one call.
+
+    Attributes:
+        options: sizes and constants; ``inner`` is 0 for another MLP behind the call.
+        adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
+        returns_choice: a layer returns, behind its result, which tokens its rows have read.
+    """
+
+    options: Any
+    adapters: bool
+    returns_choice: bool = False
 
     @property
     def apart(self) -> str:
         """Return the name of the layer's child behind that call, which has one of its own or is called by itself; empty
         for none."""
+        return "" if self.options.inner else "mlp"
 
-    @property
-    def returns_choice(self) -> bool:
-        """Return whether a layer returns, behind its result, which tokens its rows have read."""
-
+    @abstractmethod
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Return what the call reads; None where a call of the layer's modules does more than compute with it."""
 
+    @abstractmethod
     def prepared(
-        self, x: torch.Tensor, found: Any, tables: RotaryTables, earlier: torch.Tensor | None
+        self, x: torch.Tensor, found: Found, tables: RotaryTables, earlier: torch.Tensor | None
     ) -> LayerCall | None:
         """Return the call that computes the layer of what is like ``x``; None where it does not fit. ``earlier``: what
         an earlier layer has chosen, if layers choose tokens."""
@@ -135,8 +158,9 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
         found = facts.find(layer, context)
         if found is None:
             return None
-        weights, _, block = found
-        read, apart = (weights.present, facts.apart) if block is None else (weights.present + block[0].present, "")
+        read, apart = found.weights.present, facts.apart
+        if found.block is not None:
+            read, apart = read + found.block.weights.present, ""
         known = kept.calls[layer] = KnownCall.of(layer, found, read, apart)
     again: Found = known.found
     return again

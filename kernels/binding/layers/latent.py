@@ -16,7 +16,7 @@ from torch import nn
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
 from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward, weights_forward
 from samebit.kernels.binding.layers.experts import block_behind
-from samebit.kernels.binding.layers.known import Found
+from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.layers.untouched import product_of, runs
 from samebit.kernels.binding.modules import NormFacts, layer_norm_forward, mlp_forward, rms_norm_forward
@@ -38,34 +38,56 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
-class LatentLayerFacts:
-    """Holds what the layer's call needs to know beside its parameters.
-
-    Attributes:
-        options: sizes and constants.
-        adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
-        returns_choice: it returns which tokens its rows have read.
-    """
+class LatentLayerFacts(LayerFacts):
+    """Holds the facts of a layer of latent attention."""
 
     options: LatentLayerOptions
-    adapters: bool
-    returns_choice: bool = False
-
-    @property
-    def apart(self) -> str:
-        """Implement `known.LayerFacts`."""
-        return "" if self.options.inner else "mlp"
 
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
-        return _weights(layer, self, context)
+        low_rank, gated = self.options.query_rank > 0, self.options.inner > 0
+        children = layer._modules
+        attention, mlp = children["self_attn"], children["mlp"]
+        inside, of_mlp = attention._modules, mlp._modules
+        norms = [children[name] for name in _NORMS]
+        norms += [inside["q_a_layernorm"] if low_rank else None, inside["kv_a_layernorm"]]
+        expansion = inside["kv_b_proj"]
+        untouched = (
+            runs(attention, latent_forward)
+            and runs(expansion, expansion_forward)
+            and all(norm is None or runs(norm, rms_norm_forward) for norm in norms)
+            and (not gated or runs(mlp, mlp_forward))
+        )
+        of_index = self.options.index
+        index = None if of_index is None else _index_weights(inside["indexer"], of_index)
+        if not untouched or (index is None and of_index is not None):
+            return None
+        first = inside["q_a_proj"] if low_rank else inside["q_proj"]
+        groups = [(first, inside["kv_a_proj_with_mqa"]), (inside["o_proj"],)]
+        groups += [(inside["q_b_proj"],)] if low_rank else []
+        groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+        linears = linears_of(tuple(groups), context, self.adapters)
+        if linears is None:
+            return None
+        (both, (o,), *others), (first_terms, o_terms, *other_terms) = linears
+        queries, query_terms = (others.pop(0)[0], other_terms.pop(0)) if low_rank else (None, None)
+        weights = LatentWeights(
+            tuple(None if norm is None else norm._parameters["weight"] for norm in norms),  # type: ignore[arg-type]
+            both,  # type: ignore[arg-type]
+            queries,
+            expansion._parameters["weight"],
+            o,
+            GatedWeights(*others[0], *others[1]) if gated else None,
+            index,
+        )
+        block = None if gated else block_behind(mlp, context, self.adapters)
+        return Found(weights, LatentTerms(first_terms, query_terms, o_terms, *other_terms), block)
 
     def prepared(
-        self, x: torch.Tensor, found: Found, tables: RotaryTables,
-        earlier: torch.Tensor | None,
-    ) -> LayerCall | None:  # fmt: skip
+        self, x: torch.Tensor, found: Found, tables: RotaryTables, earlier: torch.Tensor | None
+    ) -> LayerCall | None:
         """Implement `known.LayerFacts`."""
-        return latent_call(x, found[0], tables, self.options, found[1])
+        return latent_call(x, found.weights, tables, self.options, found.terms)
 
 
 @dataclass(frozen=True)
@@ -73,11 +95,10 @@ class SparseLayerFacts(LatentLayerFacts):
     """Holds the facts of a sparse layer, whose rows attend only to the tokens that an indexer chose."""
 
     def prepared(
-        self, x: torch.Tensor, found: Found, tables: RotaryTables,
-        earlier: torch.Tensor | None,
-    ) -> LayerCall | None:  # fmt: skip
+        self, x: torch.Tensor, found: Found, tables: RotaryTables, earlier: torch.Tensor | None
+    ) -> LayerCall | None:
         """Implement `known.LayerFacts`."""
-        return sparse_call(x, found[0], tables, self.options, found[1], earlier)
+        return sparse_call(x, found.weights, tables, self.options, found.terms, earlier)
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> LatentLayerFacts | None:
@@ -129,48 +150,6 @@ def _index_of(indexer: nn.Module, parts: dict[nn.Module, Any]) -> IndexerOptions
     if not isinstance(facts, IndexerFacts) or type(norm) is not nn.LayerNorm:
         return None
     return IndexerOptions(facts.options, facts.interleaved, norm.eps)
-
-
-def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> Found | None:
-    """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
-    modules does more than compute with them."""
-    low_rank, gated = facts.options.query_rank > 0, facts.options.inner > 0
-    children = layer._modules
-    attention, mlp = children["self_attn"], children["mlp"]
-    inside, of_mlp = attention._modules, mlp._modules
-    norms = [children[name] for name in _NORMS]
-    norms += [inside["q_a_layernorm"] if low_rank else None, inside["kv_a_layernorm"]]
-    expansion = inside["kv_b_proj"]
-    untouched = (
-        runs(attention, latent_forward)
-        and runs(expansion, expansion_forward)
-        and all(norm is None or runs(norm, rms_norm_forward) for norm in norms)
-        and (not gated or runs(mlp, mlp_forward))
-    )
-    of_index = facts.options.index
-    index = None if of_index is None else _index_weights(inside["indexer"], of_index)
-    if not untouched or (index is None and of_index is not None):
-        return None
-    first = inside["q_a_proj"] if low_rank else inside["q_proj"]
-    groups = [(first, inside["kv_a_proj_with_mqa"]), (inside["o_proj"],)]
-    groups += [(inside["q_b_proj"],)] if low_rank else []
-    groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
-    linears = linears_of(tuple(groups), context, facts.adapters)
-    if linears is None:
-        return None
-    (both, (o,), *others), (first_terms, o_terms, *other_terms) = linears
-    queries, query_terms = (others.pop(0)[0], other_terms.pop(0)) if low_rank else (None, None)
-    weights = LatentWeights(
-        tuple(None if norm is None else norm._parameters["weight"] for norm in norms),  # type: ignore[arg-type]
-        both,  # type: ignore[arg-type]
-        queries,
-        expansion._parameters["weight"],
-        o,
-        GatedWeights(*others[0], *others[1]) if gated else None,
-        index,
-    )
-    block = None if gated else block_behind(mlp, context, facts.adapters)
-    return weights, LatentTerms(first_terms, query_terms, o_terms, *other_terms), block
 
 
 def _index_weights(indexer: Any, options: IndexerOptions) -> IndexWeights | None:

@@ -10,7 +10,7 @@ Invariants:
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +23,17 @@ from samebit.kernels.ops.experts.block import block_call
 from samebit.kernels.ops.layers.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
-_Prepared = tuple[Any, LayerFacts, LayerCall, LayerCall | None]
-"""Holds (layer, its facts, its call, the call of its expert block or None)."""
-
 _FEW_ROWS = 256
 """What prepared calls hold until the last is computed grows with the rows: which tokens are chosen."""
+
+
+class _Prepared(NamedTuple):
+    """Holds a layer, its facts, its call, and the call of the experts behind it or None."""
+
+    layer: Any
+    facts: LayerFacts
+    call: LayerCall
+    block: LayerCall | None
 
 
 def one_call_forward(
@@ -59,7 +65,7 @@ def computed(
     call = facts.prepared(x, found, tables, earlier)
     if call is None:
         return None
-    hidden = _computed([(layer, facts, call, _behind(x, found))], x, tables)
+    hidden = _computed([_Prepared(layer, facts, call, _behind(x, found))], x, tables)
     return (hidden, call.chosen) if facts.returns_choice else hidden
 
 
@@ -78,9 +84,9 @@ def all_in_one(
 ) -> list[LayerCall] | None:
     """Return what computes all layers of what is like ``x`` in one call; None where `all_computed` makes several."""
     calls = _all_prepared(layers, found, x, tables)
-    if calls is None or any(call.apart and block is None for _, _, call, block in calls):
+    if calls is None or any(one.call.apart and one.block is None for one in calls):
         return None
-    return [call for _, _, *both in calls for call in both if call is not None]
+    return [call for one in calls for call in (one.call, one.block) if call is not None]
 
 
 def _all_prepared(
@@ -95,15 +101,15 @@ def _all_prepared(
         if call is None or (call.chosen is not None and tables.context.num_rows > _FEW_ROWS):
             return None
         chosen = call.chosen
-        calls.append((layer, facts, call, _behind(x, of_layer)))
+        calls.append(_Prepared(layer, facts, call, _behind(x, of_layer)))
     return calls
 
 
 def _behind(x: torch.Tensor, found: Found) -> LayerCall | None:
     """Return the call of the experts behind a layer; None without any, and where they, or who wants to know which are
     chosen, have to be called."""
-    block = found[2]
-    return None if block is None or installed_notes() is not None else block_call(x, *block)
+    block = found.block
+    return None if block is None or installed_notes() is not None else block_call(x, block.weights, block.options)
 
 
 def _computed(calls: list[_Prepared], x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:

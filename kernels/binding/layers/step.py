@@ -110,7 +110,7 @@ def _noted(model: Any, parts: list[Any], layers: KnownCall) -> KnownCall:
     decoder, embedding, _, norm, head = parts
     weights = EndWeights(embedding._parameters["weight"], norm._parameters["weight"], weight_and_bias(head))
     calls_child = any(
-        layer.samebit.apart and block is None for layer, (_, _, block) in zip(decoder.layers, layers.found, strict=True)
+        layer.samebit.apart and found.block is None for layer, found in zip(decoder.layers, layers.found, strict=True)
     )
     step = _Step(decoder, layers.found, weights, norm.samebit, calls_child)
     return KnownCall.joined(step, [layers, KnownCall.of_modules((model, decoder), parts, None, weights.present)])
