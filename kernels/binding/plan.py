@@ -23,7 +23,7 @@ from samebit.kernels.binding.layers.latent import facts_of as facts_of_latent
 from samebit.kernels.binding.layers.one_call import one_call_forward
 from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
 from samebit.kernels.binding.lora.plan import ADAPTABLE, AdapterPlan
-from samebit.kernels.binding.mamba_plan import MixerPlan
+from samebit.kernels.binding.mamba.plan import MixerPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
 from samebit.kernels.layout.options import AttentionOptions

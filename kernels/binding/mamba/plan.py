@@ -8,7 +8,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from samebit.kernels.binding.families import BindingError, Family
-from samebit.kernels.binding.mamba_mixer import MambaFacts, mamba_forward
+from samebit.kernels.binding.mamba.mixer import MambaFacts, mamba_forward
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
