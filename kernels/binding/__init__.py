@@ -1,10 +1,11 @@
 """Turn a Hugging Face model into a bound model: the same module, computing with samebit's operations.
 
-The way through: `binding` is the door; `plan` walks the modules and gives each a forward by `families`, the list of
-what is bound exactly (`wrapped`: models with vision around them). The forwards are in `modules`, where `residual` lets
-a sum wait for its norm, and in `causal_lm`, whose logits end in `epilogue`. `bound_record` checks that modules are
-still what was bound, `users` knows which objects use one model. `mamba`, `delta`, `latent` and `experts` are layers of
-those kinds, `layers` are whole decoder layers in one call, `lora` is adapters, `trainer` is a trainer's side.
+The way through: `binding` is the door; `plan` walks the modules and finds for each what it gets (`attached`) by
+`families`, the list of what is bound exactly (`wrapped`: models with vision around them). The forwards are in
+`modules`, where `residual` lets a sum wait for its norm, and in `causal_lm`, whose logits end in `epilogue`.
+`bound_record` checks that modules are still what was bound, `users` knows which objects use one model. `mamba`,
+`delta`, `latent` and `experts` are layers of those kinds, `layers` are whole decoder layers in one call, `lora` is
+adapters, `trainer` is a trainer's side.
 
 Imports `samebit.kernels.ops`, `samebit.kernels.layout` and transformers; knows neither device's kernels.
 """

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from samebit.kernels.binding import modules as bound
+from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.bound_record import BoundModules, check_no_own_forwards, check_not_compiled
 from samebit.kernels.binding.causal_lm import Forward, own_forward
 from samebit.kernels.binding.experts.plan import check_corrections
@@ -116,14 +117,14 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     check_not_compiled(model)
     _check_tensors(inner)
     plan = Plan(family, _text_config(inner), inner, ssm_chunk, exact)
-    bindings = [(part, plan.binding_of(name, part)) for name, part in inner.named_modules()]
-    computed = {inside for part, attached in bindings if attached is not None for inside in part.modules()}
-    bindings += plan.of_model(inner, dict(bindings))
-    computed |= {part for part, attached in bindings if attached is not None}
+    planned = [(part, plan.attachment_of(name, part)) for name, part in inner.named_modules()]
+    computed = {inside for part, attached in planned if attached is not None for inside in part.modules()}
+    planned += plan.of_model(inner, dict(planned))
+    computed |= {part for part, attached in planned if attached is not None}
     _check_none_is_dropped(inner, computed - {inner, plan.wrapping})
-    for part, attached in bindings:
+    for part, attached in planned:
         if attached is not None:
-            bound.attach(part, *attached)
+            attach(part, attached.forward, attached.facts)
     head: nn.Linear = inner.get_submodule("lm_head")  # type: ignore[assignment]
     inner.__dict__["samebit"] = Binding(
         family,
@@ -207,12 +208,12 @@ def _take_in_adapters(model: nn.Module) -> None:
     for name, module in inner.named_modules():
         attached = plan.part(name) if plan.computes(name) else None
         if attached is not None:
-            bound.attach(module, *attached)
+            attach(module, attached.forward, attached.facts)
     adapters = plan.adapters()
     for module in inner.modules():
         facts = module.__dict__.get("samebit")
         if isinstance(facts, bound.DecoderFacts):
-            bound.attach(module, bound.decoder_forward, replace(facts, adapters=adapters))
+            attach(module, bound.decoder_forward, replace(facts, adapters=adapters))
     inner.__dict__["samebit"] = replace(binding, modules=_recorded(inner), adapters=adapters)
 
 

@@ -1,20 +1,17 @@
 """Define the forwards that `bind` gives to the modules of a Hugging Face model.
 
 Each is a plain function of the module, attached to the instance together with the facts it needs
-(`attach`), so that ``copy.deepcopy`` of a bound model gives a bound model.
+(`attached`), so that ``copy.deepcopy`` of a bound model gives a bound model.
 """
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
@@ -157,12 +154,6 @@ class EmbeddingFacts:
     """Holds the factor on the embeddings."""
 
     scale: float
-
-
-def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) -> None:
-    """Replace the forward of this instance."""
-    module.__dict__["samebit"] = facts
-    module.__dict__["forward"] = MethodType(forward, module)
 
 
 def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding import modules as bound
+from samebit.kernels.binding.attached import Attachment, Attachments
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
 from samebit.kernels.binding.delta.layer import MIXER
 from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
@@ -19,6 +20,7 @@ from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.layers.attention import facts_of
+from samebit.kernels.binding.layers.known import LayerFacts
 from samebit.kernels.binding.layers.latent import facts_of as facts_of_latent
 from samebit.kernels.binding.layers.one_call import one_call_forward
 from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
@@ -83,10 +85,10 @@ class Plan:
         """Return the layout of notes of what routers choose; None without routers, or where torch computes them."""
         return None if self.experts is None or not self.exact else self.experts.route_layout()
 
-    def of_model(self, model: nn.Module, parts: dict[nn.Module, Any]) -> list[tuple[nn.Module, Any]]:
+    def of_model(self, model: nn.Module, parts: Attachments) -> list[tuple[nn.Module, Attachment]]:
         """Return what can be bound only when all modules are known: the decoder, its layers, the head, and the whole.
 
-        ``parts``: what `binding_of` gave for each module.
+        ``parts``: what `attachment_of` gave for each module.
         """
         self._check_heads()
         adapters = self.lora.adapters()
@@ -96,33 +98,33 @@ class Plan:
             any(vars(module).get("residual_in_fp32", False) for module in model.modules()),
         )  # fmt: skip
         decoders = [module for module in model.modules() if self._is_decoder(module)]
-        found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
+        found = [(module, Attachment(bound.decoder_forward, facts)) for module in decoders]
         if self.wrapping is not None:
-            found.append((self.wrapping, (wrapping_forward,)))
+            found.append((self.wrapping, Attachment(wrapping_forward)))
         one_call = self._one_call_layers(model, parts, adapters is not None) if facts.pre_norm else {}
         found += one_call.items()
         if adapters is not None:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            found += [(layer, (layer_forward,)) for layer in layers if layer not in one_call]
+            found += [(layer, Attachment(layer_forward)) for layer in layers if layer not in one_call]
         if self.exact:
             head = model.get_submodule("lm_head")
-            found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
+            found.append((head, Attachment(head_forward, HeadFacts(self.family.epilogue, self.config))))
         own = own_forward(model)
         # A class of the same name from elsewhere, as code of a model's folder, may have another epilogue.
         known = own is type(model).forward and type(model).__module__.startswith("transformers.")
         own = keeping_positions(own) if self.family.mamba.drops_positions else own
-        found.append((model, (causal_forward(own, known=known and self.exact),)))
+        found.append((model, Attachment(causal_forward(own, known=known and self.exact))))
         return found
 
-    def _one_call_layers(self, model: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> dict[nn.Module, Any]:
+    def _one_call_layers(self, model: nn.Module, parts: Attachments, adapters: bool) -> dict[nn.Module, Attachment]:
         """Return the decoder layers that a rollout may compute in one call; their class must be transformers' own."""
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]
         known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
         found = [(layer, self._facts_of_layer(layer)(layer, parts, adapters)) for layer in known]
-        return {layer: (one_call_forward, facts) for layer, facts in found if facts is not None}
+        return {layer: Attachment(one_call_forward, facts) for layer, facts in found if facts is not None}
 
-    def _facts_of_layer(self, layer: nn.Module) -> Callable[[nn.Module, dict[nn.Module, Any], bool], Any]:
+    def _facts_of_layer(self, layer: nn.Module) -> Callable[[nn.Module, Attachments, bool], LayerFacts | None]:
         """Return what puts together the facts of a layer of this kind."""
         if MIXER in layer._modules:
             return facts_of_delta
@@ -132,8 +134,8 @@ class Plan:
         names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")
         return type(module).__name__ in map(self.family.class_name, names)
 
-    def binding_of(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
-        """Return (forward, facts) for `attach`, or None for what needs none."""
+    def attachment_of(self, name: str, module: nn.Module) -> Attachment | None:
+        """Return what a module gets; None for one that needs nothing."""
         family, kind = self.family, type(module).__name__
         if self._is_decoder(module) or module is self.wrapping or module in self.unreached:
             return None
@@ -149,15 +151,15 @@ class Plan:
         if kind == family.class_name("Attention"):
             if self.latent is not None:
                 return self.latent.attention(name, module)
-            return bound.attention_forward, self._attention(name, module)
+            return Attachment(bound.attention_forward, self._attention(name, module))
         if self.latent is not None and self.latent.computes(name):
             return self.latent.part(name)
         if self.mixers.is_mixer(module):
             return self.mixers.mixer(name, module)
         if kind in [family.class_name(part) for part in ("RotaryEmbedding", "TextRotaryEmbedding")]:
-            return bound.rotary_forward, self._rotary(module)
+            return Attachment(bound.rotary_forward, self._rotary(module))
         if kind == family.scaled_embedding:
-            return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
+            return Attachment(bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5))
         if self.experts is not None and self.experts.computes(name):
             return self.experts.part(name) if self.exact else None
         rowwise = self._rowwise(name, module)
@@ -165,7 +167,7 @@ class Plan:
             raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
         return rowwise if self.exact else None
 
-    def _wrapped(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
+    def _wrapped(self, name: str, module: nn.Module) -> Attachment | None:
         """Plan a layer that peft wraps; None for any other."""
         wrapped = self.lora.wrapped(name, module)
         if wrapped is None:
@@ -183,19 +185,21 @@ class Plan:
     def _in_indexer(self, name: str) -> bool:
         return self.latent is not None and self.latent.is_of_indexer(name)
 
-    def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
+    def _rowwise(self, name: str, module: nn.Module) -> Attachment | None:
         """Return the forwards of the modules that torch computes too, only with bits that depend on the batch."""
         family, kind = self.family, type(module).__name__
         if self.experts is not None and self.experts.is_block(module):
             return self.experts.block(name, module)
         if kind == family.class_name("MLP"):
-            return bound.mlp_forward, self._mlp(name, module)
+            return Attachment(bound.mlp_forward, self._mlp(name, module))
         if kind == family.class_name("RMSNorm"):
-            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)
+            facts = bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)
+            return Attachment(bound.rms_norm_forward, facts)
         if type(module) is nn.Linear:
-            return linear_forward, None if self._in_indexer(name) else LinearFacts(name)  # no adapter can name it
+            named = not self._in_indexer(name)  # no adapter can change what is in one
+            return Attachment(linear_forward, LinearFacts(name) if named else None)
         if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
-            return (bound.layer_norm_forward,)
+            return Attachment(bound.layer_norm_forward)
         return None
 
     def _needs_no_binding(self, module: nn.Module) -> bool:

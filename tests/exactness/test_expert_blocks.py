@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from samebit.kernels import BindingError
+from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.families import FAMILIES
-from samebit.kernels.binding.modules import attach
 from samebit.kernels.binding.plan import Plan
 
 from ..kernels.helpers import assert_near
@@ -58,10 +58,10 @@ def make_block(case: str, dtype: torch.dtype) -> Any:
 
 def bound(block: Any, prefix: str) -> nn.Module:
     plan = Plan(KNOWN[prefix], block.config, block.config.to_dict(), ssm_chunk=64, exact=True)
-    planned = [(module, plan.binding_of(name, module)) for name, module in block.named_modules(prefix="mlp")]
-    for module, forward in planned:
-        if forward is not None:
-            attach(module, *forward)
+    planned = [(module, plan.attachment_of(name, module)) for name, module in block.named_modules(prefix="mlp")]
+    for module, attached in planned:
+        if attached is not None:
+            attach(module, attached.forward, attached.facts)
     return block
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.lora.forwards import linear_forward
-from samebit.kernels.binding.modules import attach
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.layers.gated import gated_linears
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.lora.forwards import linear_forward
-from samebit.kernels.binding.modules import attach
 from samebit.kernels.cpu import linear as cpu_linear
 from samebit.kernels.cpu.transpose import transposed
 from samebit.kernels.ops.linear import linear, linears

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
@@ -85,12 +86,12 @@ class DeltaLayerFacts(LayerFacts):
         return delta_call(x, found.weights, tables.context, self.options, found.terms)
 
 
-def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DeltaLayerFacts | None:
+def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> DeltaLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
         layer: as transformers has it, with ``linear_attn``, ``mlp`` and the norm before each.
-        parts: what `bind` gives to each module, its forward and its facts.
+        parts: what `bind` gives to each module.
         adapters: of peft are in the model.
     """
     mixer, mlp = facts_of_part(layer.get_submodule(MIXER), parts), layer.get_submodule("mlp")

@@ -1,11 +1,11 @@
 """Find out what `bind` has to know about the Gated DeltaNet layers of a model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.families import BindingError
@@ -38,7 +38,7 @@ class DeltaPlan:
         """Return whether a bound layer computes what the module of this name would."""
         return name in self.inside
 
-    def mixer(self, name: str, module: Any) -> tuple[Callable[..., Any], DeltaFacts]:
+    def mixer(self, name: str, module: Any) -> Attachment:
         """Plan one layer.
 
         Raises:
@@ -71,8 +71,7 @@ class DeltaPlan:
         one_call, by_key_head = None, self.family.projections == "by_key_head"
         if by_key_head or self.family.projections == "joined":
             one_call = MixerOptions(options, norm, attributes["hidden_size"], taps, beta_scale, by_key_head)
-        facts = DeltaFacts(self.family, options, convolutions, norm, beta_scale, one_call)
-        return delta_forward, facts
+        return Attachment(delta_forward, DeltaFacts(self.family, options, convolutions, norm, beta_scale, one_call))
 
     def _check_sizes(self, name: str, shape: DeltaShape) -> None:
         sizes = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps)

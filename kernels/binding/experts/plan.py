@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.experts.family import ExpertFamily
 from samebit.kernels.binding.experts.forwards import (
     BlockFacts,
@@ -21,9 +22,6 @@ from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
 from samebit.kernels.ops.experts.routed import check_expert_options
 from samebit.kernels.ops.experts.routing import check_options
 
-Bound = tuple[Callable[..., Any], Any]
-"""A forward and its facts."""
-
 CORRECTION = "e_score_correction_bias"
 """Names what a router of sigmoids adds to its scores where it chooses; always float32."""
 
@@ -36,7 +34,7 @@ class ExpertPlan:
         self.family = family
         self.config = config
         self.activation = activation
-        self.inside: dict[str, Bound | None] = {}
+        self.inside: dict[str, Attachment | None] = {}
         self.layers: list[int] = []
 
     def is_block(self, module: nn.Module) -> bool:
@@ -47,11 +45,11 @@ class ExpertPlan:
         """Return whether the module of this name is a part of a block that was planned."""
         return name in self.inside
 
-    def part(self, name: str) -> Bound | None:
+    def part(self, name: str) -> Attachment | None:
         """Return the forward of a part of a block; None where the block itself computes what it would."""
         return self.inside[name]
 
-    def block(self, name: str, module: nn.Module) -> Bound:
+    def block(self, name: str, module: nn.Module) -> Attachment:
         """Plan a block and its parts.
 
         Raises:
@@ -68,7 +66,7 @@ class ExpertPlan:
                 "may be a part of them (expert parallelism), which is not bound exactly. Load all experts"
             )
         self._check(name, check_options, routing, routed)
-        return block_forward, BlockFacts(
+        facts = BlockFacts(
             router=router,
             logits_last=self.family.router.logits_last,
             linears=None if "experts" in children else options,
@@ -77,6 +75,7 @@ class ExpertPlan:
             shared_gate=shared.gate,
             returns_weights=self.family.returns_weights,
         )
+        return Attachment(block_forward, facts)
 
     def route_layout(self) -> RouteLayout | None:
         """Return the layout of notes of what the routers choose; None without routers."""
@@ -91,7 +90,7 @@ class ExpertPlan:
         corrected = self.family.scores == "sigmoid"
         last = self.family.router.logits_last
         facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested, last)
-        self.inside[name] = router_forward, facts
+        self.inside[name] = Attachment(router_forward, facts)
         if nested:
             self.inside[f"{name}.layer"] = None
         self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
@@ -111,7 +110,7 @@ class ExpertPlan:
                 f"{self.prefix}: {name}.experts is expert-parallel: it holds a part of the experts and sends rows to "
                 "other processes, which is not bound exactly. Load the model without expert parallelism"
             )
-        self.inside[f"{name}.experts"] = experts_forward, ExpertFacts(options, self.family.biased)
+        self.inside[f"{name}.experts"] = Attachment(experts_forward, ExpertFacts(options, self.family.biased))
         return len(experts.get_parameter("down_proj"))
 
     def _routing_options(self, name: str) -> RoutingOptions:

@@ -1,12 +1,13 @@
 """Find out what `bind` has to know about the latent attention of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import transformers
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.latent.family import LatentFamily
 from samebit.kernels.binding.latent.forwards import (
@@ -20,9 +21,6 @@ from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward
 from samebit.kernels.layout.kv_pages import LatentLayout, SparseLayout
 from samebit.kernels.layout.options import IndexOptions, LatentOptions
 
-Bound = tuple[Callable[..., Any], Any]
-"""A forward and its facts."""
-
 
 class LatentPlan:
     """Decides the facts of the attention layers, in the order of the traversal."""
@@ -33,7 +31,7 @@ class LatentPlan:
         self.config = config
         self.options: list[LatentOptions] = []
         self.indexed: list[IndexOptions | None] = []
-        self.inside: dict[str, Bound | None] = {}
+        self.inside: dict[str, Attachment | None] = {}
         self.indexers: list[str] = []
 
     def layout(self) -> LatentLayout | SparseLayout:
@@ -50,7 +48,7 @@ class LatentPlan:
         """Return whether the module of this name is a part of attention that does not run its own forward."""
         return name in self.inside
 
-    def part(self, name: str) -> Bound | None:
+    def part(self, name: str) -> Attachment | None:
         """Return the forward of such a part; None where it is never called."""
         return self.inside[name]
 
@@ -58,7 +56,7 @@ class LatentPlan:
         """Return whether the module of this name is an indexer, or in one: nothing there has a gradient."""
         return any(f"{name}.".startswith(f"{indexer}.") for indexer in self.indexers)
 
-    def attention(self, name: str, module: nn.Module) -> Bound:
+    def attention(self, name: str, module: nn.Module) -> Attachment:
         """Plan one layer.
 
         Raises:
@@ -72,7 +70,7 @@ class LatentPlan:
         pages = len(self.options) + sum(index is not None for index in self.indexed)
         options = LatentOptions(pages, attributes["scaling"], rank, rope)
         self.options.append(options)
-        self.inside[f"{name}.{self.family.expansion}"] = expansion_forward, heads
+        self.inside[f"{name}.{self.family.expansion}"] = Attachment(expansion_forward, heads)
         forward = latent_forward if self.family.rotated else latent_forward_without_positions
         facts = LatentFacts(
             heads=heads,
@@ -80,7 +78,7 @@ class LatentPlan:
             low_rank=attributes["q_lora_rank"] is not None,
             interleaved=self.family.is_interleaved(module, self.config.to_dict()),
         )
-        return forward, facts if self.family.indexer is None else self._sparse(name, module, facts)
+        return Attachment(forward, facts if self.family.indexer is None else self._sparse(name, module, facts))
 
     def _sparse(self, name: str, module: nn.Module, facts: LatentFacts) -> LatentFacts:
         """Plan the indexer of a layer; return what its attention has to know beside."""
@@ -111,9 +109,10 @@ class LatentPlan:
         indexer = children["indexer"]
         options = self._index_options(f"{name}.indexer", indexer, facts.options)
         self.indexed.append(options)
-        self.inside[f"{name}.indexer"] = indexer_forward, IndexerFacts(options, facts.options.rope, not halves)
+        index = IndexerFacts(options, facts.options.rope, not halves)
+        self.inside[f"{name}.indexer"] = Attachment(indexer_forward, index)
         if type(indexer.get_submodule("weights_proj")) is nn.Linear:
-            self.inside[f"{name}.indexer.weights_proj"] = weights_forward, None
+            self.inside[f"{name}.indexer.weights_proj"] = Attachment(weights_forward)
         return replace(facts, reads="own choice", returns_choice=family.shares)
 
     def _index_options(self, name: str, indexer: nn.Module, attention: LatentOptions) -> IndexOptions:

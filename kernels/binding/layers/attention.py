@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
@@ -77,12 +78,12 @@ class AttentionLayerFacts(LayerFacts):
         return attention_call(x, found.weights, tables, self.options, found.terms)
 
 
-def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> AttentionLayerFacts | None:
+def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
         layer: as transformers has it, with ``self_attn``, ``mlp`` and the norm before each.
-        parts: what `bind` gives to each module, its forward and its facts.
+        parts: what `bind` gives to each module.
         adapters: of peft are in the model.
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")

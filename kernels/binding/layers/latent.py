@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
 from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward, weights_forward
 from samebit.kernels.binding.layers.experts import block_behind
@@ -101,19 +102,19 @@ class SparseLayerFacts(LatentLayerFacts):
         return sparse_call(x, found.weights, tables, self.options, found.terms, earlier)
 
 
-def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> LatentLayerFacts | None:
+def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> LatentLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
         layer: as transformers has it, with ``self_attn``, ``mlp`` and the norm before each.
-        parts: what `bind` gives to each module, its forward and its facts.
+        parts: what `bind` gives to each module.
         adapters: of peft are in the model.
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
-    of_attention = facts_of_part(attention, parts)
-    rotated = (parts.get(attention) or (None,))[0] is latent_forward
-    if not rotated or not isinstance(of_attention, LatentFacts):
+    attached = parts.get(attention)
+    if attached is None or attached.forward is not latent_forward:
         return None
+    of_attention: LatentFacts = attached.facts
     low_rank, reads = of_attention.low_rank, of_attention.reads
     index = _index_of(attention.get_submodule("indexer"), parts) if reads == "own choice" and low_rank else None
     if reads == "own choice" and index is None:
@@ -144,7 +145,7 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> L
     return LatentLayerFacts(options, adapters)
 
 
-def _index_of(indexer: nn.Module, parts: dict[nn.Module, Any]) -> IndexerOptions | None:
+def _index_of(indexer: nn.Module, parts: Attachments) -> IndexerOptions | None:
     """Return the options of an indexer; None for one of other modules than transformers' own has."""
     facts, norm = facts_of_part(indexer, parts), indexer.get_submodule("k_norm")
     if not isinstance(facts, IndexerFacts) or type(norm) is not nn.LayerNorm:

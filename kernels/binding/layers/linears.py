@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.layers.untouched import product_of
 from samebit.kernels.binding.lora.forwards import LinearFacts
 from samebit.kernels.binding.modules import MLPFacts
@@ -26,13 +27,13 @@ Linears = tuple[Sequence[tuple[Layer, ...]], Sequence[PlacedTerms | None]]
 """Holds weights and biases of groups, and what an adapter adds to each."""
 
 
-def facts_of_part(module: nn.Module, parts: dict[nn.Module, Any]) -> Any:
+def facts_of_part(module: nn.Module, parts: Attachments) -> Any:
     """Return the facts that `bind` gives to a module; None for one that gets none."""
     attached = parts.get(module)
-    return None if attached is None or len(attached) < 2 else attached[1]
+    return None if attached is None else attached.facts
 
 
-def weight_of(module: nn.Module, parts: dict[nn.Module, Any]) -> torch.Tensor:
+def weight_of(module: nn.Module, parts: Attachments) -> torch.Tensor:
     """Return the weight of a linear layer, also of one that peft wraps."""
     facts = facts_of_part(module, parts)
     wrapped = isinstance(facts, LinearFacts) and facts.wrapped

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
 from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
 from samebit.kernels.binding.lora.plan import ADAPTABLE, check_configs, listed, refusals
-from samebit.kernels.binding.modules import attach
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_module
 from samebit.kernels.layout.lora.adapters import Delta
 

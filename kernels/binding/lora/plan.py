@@ -1,6 +1,6 @@
 """Find the adapters of a model while `bind` walks its modules, refuse what is not exact, and watch what is left."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.bound_record import unwrapped
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
 from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_of_parameter, is_wrapped
 from samebit.kernels.layout.lora.adapters import BASE, Adapter, Delta, RowAdapters
-
-Bound = tuple[Callable[..., Any], Any]
-"""A forward and its facts."""
 
 HOLDERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 """Name the containers of a wrapped layer."""
@@ -151,7 +149,7 @@ class AdapterPlan:
 
     def __init__(self) -> None:
         self.layers: dict[str, Any] = {}
-        self._inside: dict[str, Bound | None] = {}
+        self._inside: dict[str, Attachment | None] = {}
 
     def adapters(self) -> PeftAdapters | None:
         """Return the adapters that were found; None without any."""
@@ -168,24 +166,24 @@ class AdapterPlan:
         """Return whether the module of this name is a part of a wrapped layer."""
         return name in self._inside
 
-    def part(self, name: str) -> Bound | None:
+    def part(self, name: str) -> Attachment | None:
         """Return the forward of a part of a wrapped layer; None for what only holds others."""
         return self._inside[name]
 
-    def wrapped(self, name: str, module: nn.Module) -> Bound | None:
+    def wrapped(self, name: str, module: nn.Module) -> Attachment | None:
         """Plan a layer that peft wraps, and its parts; None for any other module."""
         if not is_adapted(module):
             return None
         self.layers[name] = module
-        self._inside[f"{name}.base_layer"] = linear_forward, None
+        self._inside[f"{name}.base_layer"] = Attachment(linear_forward)
         for holder in HOLDERS:
             self._inside[f"{name}.{holder}"] = None
         layer: Any = module
         for adapter in layer.lora_A:
-            self._inside[f"{name}.lora_A.{adapter}"] = linear_forward, None
-            self._inside[f"{name}.lora_B.{adapter}"] = linear_forward, None
+            self._inside[f"{name}.lora_A.{adapter}"] = Attachment(linear_forward)
+            self._inside[f"{name}.lora_B.{adapter}"] = Attachment(linear_forward)
             self._inside[f"{name}.lora_dropout.{adapter}"] = None
-        return wrapped_forward, LinearFacts(name, wrapped=True)
+        return Attachment(wrapped_forward, LinearFacts(name, wrapped=True))
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -1,12 +1,12 @@
 """Find out what `bind` has to know about the Mamba2 mixers of a model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba.mixer import MambaFacts, mamba_forward
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
@@ -39,7 +39,7 @@ class MixerPlan:
         """Return whether a bound mixer computes what the module of this name would."""
         return name in self.inside
 
-    def mixer(self, name: str, module: Any) -> tuple[Callable[..., Any], MambaFacts]:
+    def mixer(self, name: str, module: Any) -> Attachment:
         """Plan one mixer.
 
         Raises:
@@ -67,7 +67,7 @@ class MixerPlan:
             in_multiplier=attributes.get("ssm_in_multiplier", 1.0),
             multipliers=_multipliers(shape, multipliers),
         )
-        return mamba_forward, facts
+        return Attachment(mamba_forward, facts)
 
     def _check_sizes(self, name: str, shape: SSMShape) -> None:
         if (

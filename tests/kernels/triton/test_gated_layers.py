@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.lora.forwards import linear_forward
-from samebit.kernels.binding.modules import attach
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.layers.gated import gated_linears

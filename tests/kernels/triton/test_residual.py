@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from samebit.kernels.binding.modules import NormFacts, attach, rms_norm_forward
+from samebit.kernels.binding.attached import attach
+from samebit.kernels.binding.modules import NormFacts, rms_norm_forward
 from samebit.kernels.binding.residual import Addend, WaitingSum
 from samebit.kernels.layout import device
 from samebit.kernels.ops.norm import add_rms_norm, rms_norm
