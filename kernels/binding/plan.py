@@ -25,7 +25,8 @@ from samebit.kernels.binding.layers.latent import facts_of as facts_of_latent
 from samebit.kernels.binding.layers.one_call import one_call_forward
 from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
 from samebit.kernels.binding.lora.plan import ADAPTABLE, AdapterPlan
-from samebit.kernels.binding.mamba.plan import MixerPlan
+from samebit.kernels.binding.mamba.plan import MambaPlan
+from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
 from samebit.kernels.layout.options import AttentionOptions
@@ -56,8 +57,8 @@ class Plan:
         self.unreached = modules_of_vision(self.wrapping)
         self.attentions: list[bound.AttentionFacts] = []
         self.rotated: list[tuple[int, float]] = []
-        self.mixers: MixerPlan | DeltaPlan = (
-            MixerPlan(family, config, ssm_chunk)
+        self.mixers: RecurrentPlan = (
+            MambaPlan(family, config, ssm_chunk)
             if family.delta is None
             else DeltaPlan(family.prefix, family.delta, config, ssm_chunk)
         )

@@ -9,34 +9,24 @@ from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.layout.layers.delta import MixerOptions
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
 from samebit.kernels.layout.states.delta import DeltaShape
-from samebit.kernels.layout.states.memory import StateLayout
 
 
-class DeltaPlan:
-    """Decides the facts of the Gated DeltaNet layers, in the order of the traversal."""
+class DeltaPlan(RecurrentPlan):
+    """Decides the facts of the Gated DeltaNet layers."""
 
     def __init__(self, prefix: str, family: DeltaFamily, config: Any, chunk: int) -> None:
+        super().__init__(chunk)
         self.prefix = prefix
         self.family = family
         self.config = config
-        self.chunk = chunk
-        self.shapes: list[DeltaShape] = []
-        self.inside: set[str] = set()
-
-    def state_layout(self) -> StateLayout | None:
-        """Return the layout of the states of the layers found so far; None without any."""
-        return StateLayout(len(self.shapes), self.shapes[0], self.chunk) if self.shapes else None
 
     def is_mixer(self, module: nn.Module) -> bool:
         """Return whether this module is a Gated DeltaNet layer of the family."""
         return type(module).__name__ == self.prefix + self.family.mixer
-
-    def computes(self, name: str) -> bool:
-        """Return whether a bound layer computes what the module of this name would."""
-        return name in self.inside
 
     def mixer(self, name: str, module: Any) -> Attachment:
         """Plan one layer.

@@ -9,35 +9,25 @@ from transformers.activations import ACT2FN
 from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba.mixer import MambaFacts, mamba_forward
+from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
 from samebit.kernels.layout.states.mamba import SSMShape
-from samebit.kernels.layout.states.memory import StateLayout
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
-class MixerPlan:
-    """Decides the facts of the mixers, in the order of the traversal."""
+class MambaPlan(RecurrentPlan):
+    """Decides the facts of the Mamba2 mixers; of a family without, it finds none."""
 
     def __init__(self, family: Family, config: Any, chunk: int) -> None:
+        super().__init__(chunk)
         self.family = family
         self.mamba = family.mamba
         self.config = config
-        self.chunk = chunk
-        self.shapes: list[SSMShape] = []
-        self.inside: set[str] = set()
-
-    def state_layout(self) -> StateLayout | None:
-        """Return the layout of the states of the mixers found so far; None without any."""
-        return StateLayout(len(self.shapes), self.shapes[0], self.chunk) if self.shapes else None
 
     def is_mixer(self, module: nn.Module) -> bool:
         """Return whether this module is a mixer of the family."""
         return bool(self.mamba.mixer) and type(module).__name__ == self.family.class_name(self.mamba.mixer)
-
-    def computes(self, name: str) -> bool:
-        """Return whether a bound mixer computes what the module of this name would."""
-        return name in self.inside
 
     def mixer(self, name: str, module: Any) -> Attachment:
         """Plan one mixer.
