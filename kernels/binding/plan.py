@@ -44,6 +44,9 @@ _CONTAINERS = (
 )
 """Ends the names of classes that only call others, behind the prefix."""
 
+_NOTHING = Attachment(nn.Module.forward)
+"""Says, as what a rule has found, that a module keeps the forward of its class."""
+
 
 class Plan:
     """Decides, module by module in the order of the traversal, which forward it gets."""
@@ -92,37 +95,55 @@ class Plan:
         ``parts``: what `attachment_of` gave for each module.
         """
         self._check_heads()
-        adapters = self.lora.adapters()
+        head = Attachment(head_forward, HeadFacts(self.family.epilogue, self.config))
+        return [
+            *self._decoders(model),
+            *self._layers(model, parts).items(),
+            *([(model.get_submodule("lm_head"), head)] if self.exact else []),
+            (model, self._whole(model)),
+        ]
+
+    def _decoders(self, model: nn.Module) -> list[tuple[nn.Module, Attachment]]:
+        """Plan what runs all layers, and what is around that where there is vision."""
         facts = bound.DecoderFacts(
-            self.kv_layout().num_layers > 0, self.state_layout() is not None and self.family.masks_by_layer,
-            self.family.wrapped, self.exact and self.family.layers.pre_norm, adapters,
-            any(vars(module).get("residual_in_fp32", False) for module in model.modules()),
-        )  # fmt: skip
-        decoders = [module for module in model.modules() if self._is_decoder(module)]
-        found = [(module, Attachment(bound.decoder_forward, facts)) for module in decoders]
-        if self.wrapping is not None:
-            found.append((self.wrapping, Attachment(wrapping_forward)))
-        one_call = self._one_call_layers(model, parts, adapters is not None) if facts.pre_norm else {}
-        found += one_call.items()
-        if adapters is not None:
+            attends=self.kv_layout().num_layers > 0,
+            masks_by_layer=self.state_layout() is not None and self.family.masks_by_layer,
+            wrapped=self.family.wrapped,
+            pre_norm=self._pre_norm,
+            adapters=self.lora.adapters(),
+            float32_residual=any(vars(module).get("residual_in_fp32", False) for module in model.modules()),
+        )
+        decoder = Attachment(bound.decoder_forward, facts)
+        found = [(module, decoder) for module in model.modules() if self._is_decoder(module)]
+        return found if self.wrapping is None else [*found, (self.wrapping, Attachment(wrapping_forward))]
+
+    @property
+    def _pre_norm(self) -> bool:
+        """Return whether the layers are of the kind that `layers` computes in one call."""
+        return self.exact and self.family.layers.pre_norm
+
+    def _layers(self, model: nn.Module, parts: Attachments) -> dict[nn.Module, Attachment]:
+        """Plan the decoder layers: those that may be one call, and where there are adapters all that are recomputed."""
+        found = self._one_call_layers(model, parts) if self._pre_norm else {}
+        if self.lora.layers:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            found += [(layer, Attachment(layer_forward)) for layer in layers if layer not in one_call]
-        if self.exact:
-            head = model.get_submodule("lm_head")
-            found.append((head, Attachment(head_forward, HeadFacts(self.family.epilogue, self.config))))
+            found |= {layer: Attachment(layer_forward) for layer in layers if layer not in found}
+        return found
+
+    def _whole(self, model: nn.Module) -> Attachment:
         own = own_forward(model)
         # A class of the same name from elsewhere, as code of a model's folder, may have another epilogue.
         known = own is type(model).forward and type(model).__module__.startswith("transformers.")
         own = keeping_positions(own) if self.family.mamba.drops_positions else own
-        found.append((model, Attachment(causal_forward(own, known=known and self.exact))))
-        return found
+        return Attachment(causal_forward(own, known=known and self.exact))
 
-    def _one_call_layers(self, model: nn.Module, parts: Attachments, adapters: bool) -> dict[nn.Module, Attachment]:
+    def _one_call_layers(self, model: nn.Module, parts: Attachments) -> dict[nn.Module, Attachment]:
         """Return the decoder layers that a rollout may compute in one call; their class must be transformers' own."""
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]
         known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
-        found = [(layer, self._facts_of_layer(layer)(layer, parts, adapters)) for layer in known]
+        adapted = bool(self.lora.layers)
+        found = [(layer, self._facts_of_layer(layer)(layer, parts, adapted)) for layer in known]
         return {layer: Attachment(one_call_forward, facts) for layer, facts in found if facts is not None}
 
     def _facts_of_layer(self, layer: nn.Module) -> Callable[[nn.Module, Attachments, bool], LayerFacts | None]:
@@ -136,40 +157,30 @@ class Plan:
         return type(module).__name__ in map(self.family.class_name, names)
 
     def attachment_of(self, name: str, module: nn.Module) -> Attachment | None:
-        """Return what a module gets; None for one that needs nothing."""
-        family, kind = self.family, type(module).__name__
-        if self._is_decoder(module) or module is self.wrapping or module in self.unreached:
-            return None
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            raise BindingError(
-                f"{family.prefix}: {name} has max_norm={module.max_norm}, which writes to its weight in each forward"
-            )
-        if self.lora.computes(name):
-            return self.lora.part(name)
-        wrapped = self._wrapped(name, module)
-        if wrapped is not None:
-            return wrapped
-        if kind == family.class_name("Attention"):
-            if self.latent is not None:
-                return self.latent.attention(name, module)
-            return Attachment(bound.attention_forward, self._attention(name, module))
-        if self.latent is not None and self.latent.computes(name):
-            return self.latent.part(name)
-        if self.mixers.is_mixer(module):
-            return self.mixers.mixer(name, module)
-        if kind in [family.class_name(part) for part in ("RotaryEmbedding", "TextRotaryEmbedding")]:
-            return Attachment(bound.rotary_forward, self._rotary(module))
-        if kind == family.scaled_embedding:
-            return Attachment(bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5))
-        if self.experts is not None and self.experts.computes(name):
-            return self.experts.part(name) if self.exact else None
-        rowwise = self._rowwise(name, module)
-        if rowwise is None and not self.mixers.computes(name) and not self._needs_no_binding(module):
-            raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
-        return rowwise if self.exact else None
+        """Return what a module gets, by the first rule that knows it; None for one that keeps the forward of its class.
 
-    def _wrapped(self, name: str, module: nn.Module) -> Attachment | None:
-        """Plan a layer that peft wraps; None for any other."""
+        Raises:
+            BindingError: one that no rule knows, or that is not exact, by name.
+        """
+        rules = (
+            self._with_the_model, self._of_adapters, self._of_attention, self._of_mixers, self._of_angles,
+            self._of_embedding, self._of_experts, self._rowwise, self._without_binding,
+        )  # fmt: skip
+        for rule in rules:
+            found = rule(name, module)
+            if found is not None:
+                return None if found is _NOTHING else found
+        raise BindingError(f"{self.family.prefix}: {name} is a {type(module).__name__}, which is not bound exactly")
+
+    def _with_the_model(self, _name: str, module: nn.Module) -> Attachment | None:
+        """Leave the decoder and what is around it to `of_model`; nothing reaches modules of vision."""
+        known = self._is_decoder(module) or module is self.wrapping or module in self.unreached
+        return _NOTHING if known else None
+
+    def _of_adapters(self, name: str, module: nn.Module) -> Attachment | None:
+        """Plan a layer that peft wraps, or a part of one."""
+        if self.lora.computes(name):
+            return self.lora.part(name) or _NOTHING
         wrapped = self.lora.wrapped(name, module)
         if wrapped is None:
             return None
@@ -183,11 +194,53 @@ class Plan:
             raise BindingError(f"{self.family.prefix}: exact=False computes no adapters, and {name} has one")
         return wrapped
 
+    def _of_attention(self, name: str, module: nn.Module) -> Attachment | None:
+        """Plan attention, or a part of one over latents."""
+        if type(module).__name__ == self.family.class_name("Attention"):
+            if self.latent is not None:
+                return self.latent.attention(name, module)
+            return Attachment(bound.attention_forward, self._attention(name, module))
+        if self.latent is not None and self.latent.computes(name):
+            return self.latent.part(name) or _NOTHING
+        return None
+
+    def _of_mixers(self, name: str, module: nn.Module) -> Attachment | None:
+        return self.mixers.mixer(name, module) if self.mixers.is_mixer(module) else None
+
+    def _of_angles(self, _name: str, module: nn.Module) -> Attachment | None:
+        kinds = [self.family.class_name(part) for part in ("RotaryEmbedding", "TextRotaryEmbedding")]
+        known = type(module).__name__ in kinds
+        return Attachment(bound.rotary_forward, self._rotary(module)) if known else None
+
+    def _of_embedding(self, name: str, module: nn.Module) -> Attachment | None:
+        """Plan an embedding that does more than look up; one that writes to its weight is refused."""
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise BindingError(
+                f"{self.family.prefix}: {name} has max_norm={module.max_norm}, which writes to its weight in each "
+                "forward"
+            )
+        if type(module).__name__ != self.family.scaled_embedding:
+            return None
+        return Attachment(bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5))
+
+    def _of_experts(self, name: str, _module: nn.Module) -> Attachment | None:
+        """Plan a part of a block of experts, which torch computes with ``exact=False``."""
+        if self.experts is None or not self.experts.computes(name):
+            return None
+        return (self.experts.part(name) if self.exact else None) or _NOTHING
+
+    def _rowwise(self, name: str, module: nn.Module) -> Attachment | None:
+        """Plan what torch computes too, only with bits that depend on the batch; with ``exact=False`` it does."""
+        found = self._exact_rowwise(name, module)
+        return found if found is None or self.exact else _NOTHING
+
+    def _without_binding(self, name: str, module: nn.Module) -> Attachment | None:
+        return _NOTHING if self.mixers.computes(name) or self._needs_no_binding(module) else None
+
     def _in_indexer(self, name: str) -> bool:
         return self.latent is not None and self.latent.is_of_indexer(name)
 
-    def _rowwise(self, name: str, module: nn.Module) -> Attachment | None:
-        """Return the forwards of the modules that torch computes too, only with bits that depend on the batch."""
+    def _exact_rowwise(self, name: str, module: nn.Module) -> Attachment | None:
         family, kind = self.family, type(module).__name__
         if self.experts is not None and self.experts.is_block(module):
             return self.experts.block(name, module)
