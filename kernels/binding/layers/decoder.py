@@ -9,14 +9,15 @@ Invariants:
   hook sees run as they are.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from samebit.kernels.binding.layers.known import known_layers
+from samebit.kernels.binding.layers.known import Found, known_layers
 from samebit.kernels.binding.layers.one_call import all_computed, computed, one_call_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.ops.linear import is_hooked
@@ -61,15 +62,25 @@ def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> D
     whole = len(layers) == count and isinstance(tables, RotaryTables)
     calls = known_layers(layers, one_call_forward, tables.context) if whole else None
     last = None if calls is None else all_computed(layers, calls, hidden, tables)
-    if last is not None:
-        return DecoderOutput(decoder.norm(last))
-    handed_on: dict[str, Any] = {}
-    for layer, found in zip(islice(layers, count), repeat(None) if calls is None else calls, strict=False):
-        before = hidden
-        facts, earlier = layer.__dict__.get("samebit"), handed_on.get("prev_topk_indices")
-        hidden = None if found is None else computed(layer, facts, before, found, tables, earlier)
-        if hidden is None:
-            hidden = layer(before, attention_mask=None, position_embeddings=tables, position_ids=positions, **handed_on)
-        if isinstance(hidden, tuple):  # of a family whose layers hand on which tokens they have read
-            hidden, handed_on["prev_topk_indices"] = hidden
-    return DecoderOutput(decoder.norm(hidden))
+    if last is None:
+        last = _one_by_one(islice(layers, count), calls, hidden, tables, positions)
+    return DecoderOutput(decoder.norm(last))
+
+
+def _one_by_one(
+    layers: Iterable[Any], calls: Sequence[Found] | None, hidden: torch.Tensor, tables: Any, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return what the layers make of hidden states, one after the other: as one call where that is known and fits."""
+    chosen: torch.Tensor | None = None  # the tokens that a layer has read, of a family whose layers hand them on
+    for place, layer in enumerate(layers):
+        out = None if calls is None else computed(layer, layer.samebit, hidden, calls[place], tables, chosen)
+        if out is None:
+            out = _called(layer, hidden, tables, positions, chosen)
+        hidden, chosen = out if isinstance(out, tuple) else (out, chosen)
+    return hidden
+
+
+def _called(layer: Any, hidden: torch.Tensor, tables: Any, positions: torch.Tensor, chosen: torch.Tensor | None) -> Any:
+    """Call a layer as the decoder's own forward does."""
+    handed_on = {} if chosen is None else {"prev_topk_indices": chosen}
+    return layer(hidden, attention_mask=None, position_embeddings=tables, position_ids=positions, **handed_on)
