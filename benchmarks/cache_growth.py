@@ -94,7 +94,7 @@ class _Pool:
         self.cache.publish_blocks(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        if self.cache.awaited(sequence) is not None or not self.cache.admit(sequence):
+        if self.cache.find_awaited(sequence) is not None or not self.cache.admit(sequence):
             raise RuntimeError("the pool is too small")
 
     def fill(self) -> None:

@@ -129,8 +129,8 @@ class Cache:
         """Return whether what a step keeps depends on its tokens: on whether a sequence that waits begins with them."""
         return False
 
-    def plan_captures(self, sequence: Sequence, end: int) -> Captures:
-        """Choose the states to keep while a step computes this sequence up to `end`."""
+    def take_captures(self, sequence: Sequence, end: int) -> Captures:
+        """Choose which states to keep while a step computes this sequence up to `end`, and take their slots."""
         return ()
 
     def publish_blocks(self, sequence: Sequence, captures: Captures = ()) -> list[Sequence]:

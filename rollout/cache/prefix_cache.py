@@ -75,9 +75,9 @@ class PrefixCache(Cache):
             self.entries[sequence] = CacheEntry(sequence, TokenChain(self.hasher, digests))
         self.policy.add_waiting(self.entries[request.sequences[0]])
 
-    def awaited(self, sequence: Sequence) -> int | None:
-        """Return how many of a waiting sequence's blocks it should wait for: a running one computes the last of them,
-        and it saves tokens. None where it should not wait."""
+    def find_awaited(self, sequence: Sequence) -> int | None:
+        """Find how many of its blocks a waiting sequence, whose match is brought up to date, should wait for: a running
+        one computes the last of them, and it saves tokens. None where it should not wait."""
         if sequence.prompt_logprobs_wanted:
             return None
         entry = self.entries[sequence]
@@ -90,7 +90,7 @@ class PrefixCache(Cache):
         return end if min(end * self.block_size, sequence.num_tokens - 1) > here else None
 
     def follow(self, sequence: Sequence) -> bool:
-        num_blocks = self.awaited(sequence)
+        num_blocks = self.find_awaited(sequence)
         if num_blocks is None:
             return False
         self.counters.leader_waits += 1
@@ -136,9 +136,9 @@ class PrefixCache(Cache):
     def depends_on_tokens(self) -> bool:
         return self.policy.depends_on_tokens
 
-    def plan_captures(self, sequence: Sequence, end: int) -> Captures:
+    def take_captures(self, sequence: Sequence, end: int) -> Captures:
         entry = self.entries[sequence]
-        return self.policy.plan(entry, end) if entry.epoch == self.index.epoch else ()
+        return self.policy.take_captures(entry, end) if entry.epoch == self.index.epoch else ()
 
     def publish_blocks(self, sequence: Sequence, captures: Captures = ()) -> list[Sequence]:
         if sequence.request.error is not None:

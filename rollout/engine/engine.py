@@ -32,7 +32,6 @@ from samebit.rollout.engine.failures import never_settled, not_decoded, not_fini
 from samebit.rollout.engine.scheduler import Scheduler
 from samebit.rollout.engine.step_plan import (
     Runner,
-    ScheduledSequence,
     StepInFlight,
     StepPlan,
     StepResult,
@@ -286,7 +285,8 @@ class Engine:
         row = decodes = taken = void = 0
         for item in plan.items:
             sequence = item.sequence
-            if plan.sources is not None and self._is_void(item):
+            if plan.sources is not None and sequence.finished:  # since the step that this one was launched behind
+                self.cache.checkpoints.free_captured(item.captures)
                 void += 1
                 row += 1
                 continue
@@ -312,13 +312,6 @@ class Engine:
         self.counters.output_tokens += taken
         self.counters.void_tokens += void
         return self._collect(ended)
-
-    def _is_void(self, item: ScheduledSequence) -> bool:
-        """Tell whether the sequence of a step that ran ahead has ended; drop what was kept of it."""
-        if item.sequence.finished:
-            self.cache.checkpoints.free_captured(item.captures)
-            return True
-        return False
 
     def _take_row(self, rows: _Rows, row: int, sequence: Sequence) -> bool:
         """Append a row's token to its sequence; tell whether that ended it."""

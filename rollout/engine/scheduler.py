@@ -241,7 +241,7 @@ class Scheduler:
         """Plan which states to move, and which to keep on the way, now that it is known who waits for them."""
         plan.moves = self.cache.checkpoints.take_moves()
         for item in plan.items:
-            item.captures = self.cache.plan_captures(item.sequence, item.start + item.length)
+            item.captures = self.cache.take_captures(item.sequence, item.start + item.length)
 
     def _start(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)
@@ -257,25 +257,28 @@ class Scheduler:
         start, total = sequence.num_computed, sequence.num_tokens
         length = self.cache.chunk_end(sequence, min(total, start + budget)) - start
         if sequence.prompt_logprobs_wanted:
-            length = self._scored_length(plan, sequence, length, least_scored)
+            length = self._take_scored(plan, sequence, length, least_scored)
         if not length:
             return 0
         ends = start + length == total
-        plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.schedule.siblings else ())
+        forks = self._hand_over_siblings(sequence) if ends and sequence.schedule.siblings else ()
+        plan.add(sequence, start, length, ends, forks)
         return length
 
-    def _scored_length(self, plan: StepPlan, sequence: Sequence, length: int, least: int) -> int:
-        """Return how much of a chunk of this length is planned, where the step has to score it; count what is."""
+    def _take_scored(self, plan: StepPlan, sequence: Sequence, length: int, least: int) -> int:
+        """Take of what the step may still score what a chunk of this length needs; return how much of the chunk is
+        planned."""
         to_score = sequence.num_prompt_tokens - 1 - sequence.num_computed
         room = max(self.max_scored - plan.num_scored, least)
         length = min(length, room) if room < to_score else length
         plan.num_scored += min(length, to_score)
         return length
 
-    def _forks(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return the samples that take their first token from this prompt's logits.
+    def _hand_over_siblings(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """Let the samples behind this sequence go; return those that take their first token from its prompt's logits.
 
-        None of them does when weights changed while it was computed: the next sample then computes it again.
+        None of them does when weights changed while it was computed: the next sample is queued then, to compute it
+        again, with the others behind it.
         """
         siblings, sequence.schedule.siblings = sequence.schedule.siblings, []
         if self.cache.may_publish(sequence):

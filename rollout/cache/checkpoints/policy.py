@@ -66,8 +66,8 @@ class ResumePolicy:
         """Return where a chunk ends that may go on to `end`."""
         return end
 
-    def plan(self, entry: CacheEntry, end: int) -> Captures:
-        """Choose what to keep while a step computes this sequence up to `end`."""
+    def take_captures(self, entry: CacheEntry, end: int) -> Captures:
+        """Choose which states to keep while a step computes this sequence up to `end`, and take their slots."""
         return ()
 
     def wake_followers(self, digest: bytes, publisher: Sequence) -> list[Sequence]:
@@ -145,7 +145,7 @@ class CheckpointPolicy(ResumePolicy):
         """Return where a chunk ends: at the end of a prompt whose state is to be held again, if it comes there."""
         return min(end, entry.prompt.length) if entry.rebuilds_prompt and entry.prompt is not None else end
 
-    def plan(self, entry: CacheEntry, end: int) -> Captures:
+    def take_captures(self, entry: CacheEntry, end: int) -> Captures:
         if not (entry.checkpoints_due or self.waiting) or not self.pool.num_checkpoints:
             return ()
         reached = {position for position in entry.checkpoints_due if position <= end}

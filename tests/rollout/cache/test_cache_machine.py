@@ -170,7 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Behind a running one that computes more of what it needs than there is."""
         num_blocks = self.model.awaited(pair.model)
         if isinstance(self.cache, PrefixCache):
-            assert self.cache.awaited(pair.real) == num_blocks
+            assert self.cache.find_awaited(pair.real) == num_blocks
         assert self.cache.follow(pair.real) == (num_blocks is not None)
         if num_blocks is not None:
             self.model.follow(pair.model, num_blocks)

@@ -147,7 +147,7 @@ def test_nobody_waits_for_a_prompt_that_is_scored_and_that_memory_may_take(
     (scored,), (waiting,) = late.sequences, early.sequences
     while scored.num_computed < 22:
         engine.step()
-        assert engine.cache.awaited(waiting) in (None, len(PREFIX) // 2), "of `first`, not of `late`"
+        assert engine.cache.find_awaited(waiting) in (None, len(PREFIX) // 2), "of `first`, not of `late`"
     finish(engine)
     assert_right(oracle, *others, first, early, late)
     assert late.sequences[0].prompt_scores.logprobs[1:].tolist() == [-float(token) for token in late.prompt[1:]]

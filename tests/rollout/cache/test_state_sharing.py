@@ -69,7 +69,7 @@ def test_who_waits_for_a_state_is_handed_over(
         engine.add(request)
     engine.step()
     leader, follower = requests[0].sequences[0], requests[1].sequences[0]
-    assert engine.cache.awaited(follower) == 6, "as when it is looked at in this step"
+    assert engine.cache.find_awaited(follower) == 6, "as when it is looked at in this step"
     engine.scheduler.waiting.discard(follower)
     assert engine.cache.follow(follower)
     assert engine.cache.entries[leader].checkpoints_due >= {24}
