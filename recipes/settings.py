@@ -90,7 +90,7 @@ class Settings:
         if self.model is not None and self.architecture != "dense":
             raise ValueError("--architecture is for the built-in model: --model brings its own")
         for name in ("seeds", "steps", "prompts", "max_tokens", "held_out", "eval_every", "warmup_cap"):
-            if getattr(self, name) < 1:
+            if vars(self)[name] < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.model is None and self.prompt_style != "expression":
             raise ValueError("--prompt-style question needs --model: the built-in model's tokenizer knows no words")

@@ -200,6 +200,7 @@ class RolloutWorker(Closing):
 
     @property
     def weight_version(self) -> int:
+        """Return the version of the weights: each update has a higher one."""
         return self._engine.weight_version
 
     def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
@@ -334,6 +335,7 @@ class RolloutWorker(Closing):
         pause(self._thread, mode)
 
     def resume(self) -> None:
+        """Go on after `pause()`."""
         self._thread.run(lambda _: self._status.end_pause())
 
     @property

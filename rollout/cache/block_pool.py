@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """Free blocks that are still hittable."""
+        """Return how many free blocks can still be hit."""
         return len(self._kept)
 
     def refcount(self, block: int) -> int:

@@ -38,6 +38,7 @@ class BlockTables:
         return self._blocks[slot]
 
     def capacity(self, slot: int) -> int:
+        """Return how many tokens the blocks of a slot hold."""
         return self._capacity[slot]
 
     def extend(self, slot: int, blocks: list[int]) -> None:

@@ -174,6 +174,7 @@ class Fleet(Closing):
 
     @property
     def weight_version(self) -> int:
+        """Return the version of the replicas' weights: each update has a higher one."""
         return self._weights.version
 
     def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
@@ -232,6 +233,7 @@ class Fleet(Closing):
         self._change(lambda wanted: replace(wanted, paused=True), "pause", mode)
 
     def resume(self) -> None:
+        """Go on after `pause()`, on all replicas."""
         with self._turn:
             self._crew.wanted = replace(self._crew.wanted, paused=False)
             self._crew.command("resume")

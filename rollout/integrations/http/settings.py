@@ -72,7 +72,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            _check_kind(one, getattr(self, one.name))
+            _check_kind(one, vars(self)[one.name])
         for name in ("port", "control_port"):
             if not 0 <= vars(self)[name] <= 65535:
                 raise ValueError(f"{name} must be from 0 to 65535, got {vars(self)[name]}")
