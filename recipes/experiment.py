@@ -100,7 +100,7 @@ class Seed:
         self.evaluate_and_log(step, row, worker, shown)
         require_none(step, row)
 
-    def evaluate_and_log(self, step: int, row: Row, worker: Sampler, shown: Sequence[Shown] = ()) -> None:
+    def evaluate_and_log(self, step: int, row: Row, worker: Sampler, shown: Sequence[Shown]) -> None:
         """Evaluate if it is time to, and log the step. shown: samples for the log."""
         if step % self.settings.eval_every == 0 or step == self.settings.steps:
             row = {**row, **self.evaluated(worker)}

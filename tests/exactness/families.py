@@ -432,16 +432,14 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     return _made(kind, config, name in WITH_EXPERTS, dtype)
 
 
-def make_wrapped(
-    name: str, dtype: torch.dtype = torch.float32, *, tied: bool = False, **changes: Any
-) -> PreTrainedModel:
+def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
     """The same wrapped with a small model of vision, as Hugging Face publishes it."""
     text = make_config(name, **changes)
     kind = type(text).__name__.removesuffix("TextConfig")
     config = getattr(transformers, f"{kind}Config")(
         text_config=text.to_dict(), vision_config=_VISION, tie_word_embeddings=tied, attn_implementation="eager"
     )
-    return _made(f"{kind}ForConditionalGeneration", config, name in WITH_EXPERTS, dtype)
+    return _made(f"{kind}ForConditionalGeneration", config, name in WITH_EXPERTS, torch.float32)
 
 
 def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrainedModel:

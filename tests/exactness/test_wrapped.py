@@ -240,7 +240,7 @@ def matrices(trainer: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one for name, one in found.items() if ".lora_" in name and ".visual." not in name}
 
 
-def test_another_model_with_vision_is_another_model(tmp_path: Path) -> None:
+def test_another_model_with_vision_is_another_model() -> None:
     """Qwen3 is never wrapped: what has such names was trained on another."""
     config = LoraConfig(r=4, target_modules=["q_proj"])
     tensors = get_peft_model_state_dict(get_peft_model(make_model("Qwen3"), config))

@@ -48,13 +48,13 @@ def tables(pairs: int, context: ForwardContext = CONTEXT) -> RotaryTables:
     return RotaryTables(torch.ones(context.num_rows, pairs), torch.zeros(context.num_rows, pairs), context)
 
 
-def with_pages(kv_heads: int, head_dim: int, blocks: int = 2, block_size: int = 16) -> ForwardContext:
-    pages = KVLayout(1, kv_heads, head_dim).allocate(blocks - 1, block_size, torch.float32)
-    return replace(CONTEXT, pages=pages, block_size=block_size, block_tables=np.full((1, 9), blocks - 1, np.int32))
+def with_pages(kv_heads: int, head_dim: int) -> ForwardContext:
+    pages = KVLayout(1, kv_heads, head_dim).allocate(1, 16, torch.float32)
+    return replace(CONTEXT, pages=pages, block_size=16, block_tables=np.ones((1, 9), np.int32))
 
 
-def with_states(slots: int, shape: SSMShape = SHAPE, slot: int = 0) -> ForwardContext:
-    states = StateLayout(1, shape, 64).allocate(slots, torch.float32)
+def with_states(slots: int, slot: int = 0) -> ForwardContext:
+    states = StateLayout(1, SHAPE, 64).allocate(slots, torch.float32)
     return replace(
         CONTEXT, states=states, table_rows=np.array([slot], np.int32), block_tables=np.zeros((slot + 1, 9), np.int32)
     )

@@ -48,13 +48,13 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def left_behind(folder: Path, name: str = "link", mode: int = 0o700) -> Path:
+def left_behind(folder: Path, mode: int = 0o700) -> Path:
     """A socket that nobody listens at any more, in a folder of its own."""
     folder.mkdir()
     folder.chmod(mode)
     with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(folder / name))
-    return folder / name
+        dead.bind(str(folder / "link"))
+    return folder / "link"
 
 
 # -- what is removed -------------------------------------------------------------------------------

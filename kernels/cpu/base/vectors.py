@@ -77,7 +77,7 @@ def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
     return _widened(builder, builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2))
 
 
-def load_halves(builder: Any, pointer: Any, kind: Any = VECTOR) -> list[Any]:
+def load_halves(builder: Any, pointer: Any, kind: Any) -> list[Any]:
     """Load bfloat16 (uint16 bits) as two vectors of this type of float32: the even ones and the odd ones."""
     bits = ir.VectorType(ir.IntType(32), kind.count)
     words = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=2)
@@ -113,7 +113,7 @@ def stream_vector(builder: Any, value: Any, pointer: Any) -> None:
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
-def splat_pair(builder: Any, pointer: Any, kind: Any = VECTOR) -> tuple[Any, Any]:
+def splat_pair(builder: Any, pointer: Any, kind: Any) -> tuple[Any, Any]:
     """Load two neighbouring bfloat16 (uint16 bits), each widened and in every lane: one load, two instructions."""
     bits = ir.VectorType(ir.IntType(32), kind.count)
     word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=2)

@@ -165,7 +165,7 @@ def joined_tiles_of(
     outputs: tuple[int, ...],
     dtype: torch.dtype,
     biased: bool,
-    activation: str | None = None,
+    activation: str | None,
 ) -> tuple[Rung, ...]:
     """Return the tiles of layers that share a launch (and their activation), those of one layer with all their outputs.
 

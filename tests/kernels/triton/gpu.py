@@ -25,11 +25,11 @@ def all_in_turns(first: Sequence[Any], second: Sequence[Any], third: Sequence[An
     return list(product(first, second, third) if EVERY else zip(first, cycle(second), cycle(third), strict=False))
 
 
-def poisoned(x: torch.Tensor, pad: int = 3) -> torch.Tensor:
+def poisoned(x: torch.Tensor) -> torch.Tensor:
     """``x`` on the device as a part of a tensor that is NaN around it, before its first and after its last row."""
-    whole = x.new_full((len(x) + 2 * pad, *x.shape[1:]), torch.nan).to(DEVICE)
-    whole[pad : pad + len(x)] = x.to(DEVICE)
-    return whole[pad : pad + len(x)]
+    whole = x.new_full((len(x) + 6, *x.shape[1:]), torch.nan).to(DEVICE)
+    whole[3:-3] = x.to(DEVICE)
+    return whole[3:-3]
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:

@@ -411,7 +411,7 @@ def test_a_prefill_waits_while_one_that_ended_at_its_prompt_goes_on(
     assert_right(oracle, group, other)
 
 
-def test_one_of_several_held_prompts_is_given_up(make_engine: Make, make_request: MakeRequest) -> None:
+def test_one_of_several_held_prompts_is_given_up(make_request: MakeRequest) -> None:
     """The one whose samples wait longest, and only until there is room."""
     cache = PrefixCache(7, 4, 4, 32)
     groups = [_tracked(cache, make_request(name, [start] * 6, n=2)) for name, start in (("a", 1), ("b", 2))]
@@ -436,7 +436,7 @@ def test_one_of_several_held_prompts_is_given_up(make_engine: Make, make_request
     check_cache(cache)
 
 
-def test_what_is_held_moves_into_the_block_of_a_sample_that_runs(make_engine: Make, make_request: MakeRequest) -> None:
+def test_what_is_held_moves_into_the_block_of_a_sample_that_runs(make_request: MakeRequest) -> None:
     cache = PrefixCache(8, 4, 4, 32)
     leader, second, third = _tracked(cache, make_request("group", PREFIX[:6], n=3))
     assert cache.admit(leader)

@@ -24,11 +24,11 @@ from .local_fleet import LocalFleet, LocalPort
 from .test_fleet import PARAMS, PROMPTS, gated
 
 
-def came_back(local: LocalFleet, name: str) -> None:
-    """Return once a replica was started again as the fleet is, or was given up."""
-    member, closed = local.fleet._crew.members[name], local.fleet._crew.router.closed
-    wait_until(lambda: local.started.count(name) > 1 and not member.starting)
-    wait_until(lambda: not member.starting and (member.alive or "used up" in closed()[name]))
+def came_back(local: LocalFleet) -> None:
+    """Return once replica 0 was started again as the fleet is, or was given up."""
+    member, closed = local.fleet._crew.members["0"], local.fleet._crew.router.closed
+    wait_until(lambda: local.started.count("0") > 1 and not member.starting)
+    wait_until(lambda: not member.starting and (member.alive or "used up" in closed()["0"]))
 
 
 def test_a_replica_comes_back_while_the_cache_sleeps_and_the_weights_were_discarded() -> None:
@@ -38,7 +38,7 @@ def test_a_replica_comes_back_while_the_cache_sleeps_and_the_weights_were_discar
         local.fleet.sleep(level=2)
         local.fleet.wake_up("weights")
         local.kill("0")
-        came_back(local, "0")
+        came_back(local)
         assert local.started.count("0") == 2
         assert local.ports["0"].side.rollout.sleeping == local.fleet.sleeping == ("kv_cache",)
         new = TinyModule()
@@ -53,7 +53,7 @@ def test_discarded_weights_stay_discarded_in_a_replica_that_comes_back() -> None
     with LocalFleet(replicas=2) as local:
         local.fleet.sleep(level=2)
         local.kill("0")
-        came_back(local, "0")
+        came_back(local)
         assert local.ports["0"].side.rollout.sleeping == ("weights", "kv_cache")
         local.fleet.wake_up()
         with pytest.raises(NoReplicaError, match="0: weights incomplete: they were discarded"):
@@ -180,7 +180,7 @@ def test_a_call_to_all_is_not_stopped_by_a_broken_replica(command: str) -> None:
         weights._takers = takers_of_a_try
         break_worker(local.ports["0"])
         getattr(local.fleet, command)(*[TinyModule()] * (command == "receive_weights"))
-        came_back(local, "0")
+        came_back(local)
         state = [
             (side.rollout.weight_version, side.rollout.paused, side.rollout.sleeping)
             for side in (port.side for port in local.ports.values())
@@ -222,7 +222,7 @@ def test_one_request_that_fails_tells_that_a_replica_is_broken() -> None:
             except WorkerStateError:
                 failed += 1
         assert failed == 1
-        came_back(local, "0")
+        came_back(local)
         assert all(local.fleet.replicas.values())
 
 
@@ -465,7 +465,7 @@ def test_a_replica_that_came_back_during_a_sleep_that_is_refused_gets_the_weight
         sleeping = other.submit(fleet.sleep)
         wait_until(lambda: all(port.side.rollout.sleeping for port in local.ports.values()))
         local.kill("0")
-        came_back(local, "0")
+        came_back(local)
         assert not fleet.replicas["0"]
         came.set()
         with pytest.raises(RuntimeError, match="not now"):

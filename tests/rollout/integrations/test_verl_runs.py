@@ -20,7 +20,7 @@ from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH, PAIRS
 
 from ...campaign import MARKS
-from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_end, wait_for_steps
+from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_a_step, wait_for_end
 
 pytestmark = [*MARKS]
 
@@ -102,7 +102,7 @@ def _run_until_the_server_dies(
     options = {**cases.settings(200), **case.settings(200), **more}
     run = Run(build_data(folder / "data"), folder, options, entry=case.entry)
     with running(run) as process:
-        wait_for_steps(run, process, 1)
+        wait_for_a_step(run, process)
         assert listening_elsewhere(run) == []
         code = wait_for_end(run, process)
     said = run.log.read_text()

@@ -26,8 +26,8 @@ from .verl_run import (
     processes_of,
     running,
     spied,
+    wait_for_a_step,
     wait_for_end,
-    wait_for_steps,
 )
 
 BLOCK = 8
@@ -57,7 +57,7 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
     }
     run = Run(build_data(tmp_path / "data"), tmp_path, options)
     with running(run) as process:
-        wait_for_steps(run, process, 1)
+        wait_for_a_step(run, process)
         names = {process.name() for process in processes_of(run)}
         assert {"ray::SamebitServer", "ray::WorkerDict"} <= {name.partition(".")[0] for name in names}, "forks too"
         assert listening_elsewhere(run) == []

@@ -35,7 +35,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def qwen3_folder(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+def qwen3_folder(folder: Path, *, seed: int = 0) -> Path:
     """Write config.json, safetensors, the tokenizer and a generation config; return the folder."""
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
@@ -54,7 +54,7 @@ def qwen3_folder(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int 
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

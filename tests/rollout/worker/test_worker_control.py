@@ -32,9 +32,9 @@ def weights_of(worker: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
 
 
-def start_long_request(worker: Any, runner: Any, steps: int = 3) -> Any:
-    """A request that has computed `steps` steps and waits in the gate of the next one."""
-    runner.gate = StepGate(steps)
+def start_long_request(worker: Any, runner: Any) -> Any:
+    """A request that has computed three steps and waits in the gate of the next one."""
+    runner.gate = StepGate(3)
     handle = worker.submit([1, 2, 3], LONG)
     runner.gate.wait_for_a_step()
     return handle

@@ -49,7 +49,6 @@ from ..step_gate import StepGate
 MakeWorker = Callable[..., tuple[Any, Any]]
 FEW = SamplingParams(max_tokens=5)
 BUCKET = 1024
-PERSISTENT = ("embed.weight", "proj.weight", "proj.bias", "scale")
 
 
 class Odd(nn.Module):
