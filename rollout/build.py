@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numba
@@ -51,11 +51,11 @@ class WorkerParts:
     weights: WorkerWeights
     adapters: AdapterRegistry
     max_model_len: int
-    eos_token_ids: tuple[int, ...] = ()
-    tokenizer: Tokenizer | None = None
-    has_experts: bool = False
-    dtype: torch.dtype = torch.float32
-    threads: ComputeThreads = field(default_factory=ComputeThreads)
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    has_experts: bool
+    dtype: torch.dtype
+    threads: ComputeThreads
 
     def limits(self) -> RequestLimits:
         """Return what the model and its memory allow a request."""

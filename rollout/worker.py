@@ -78,7 +78,7 @@ class RolloutWorker(Closing):
 
     @classmethod
     def over(cls, parts: WorkerParts) -> RolloutWorker:
-        """Make a worker of parts that were built elsewhere."""
+        """Make a worker of parts that were built elsewhere: in tests, around a runner without a model."""
         worker = cls.__new__(cls)
         worker._begin(parts)
         return worker

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from samebit.rollout.build import WorkerParts
 from samebit.rollout.cache import build_cache
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
@@ -277,6 +279,21 @@ class TinyModule(nn.Module):
         self.register_buffer("table", torch.arange(4.0), persistent=False)
 
 
+def worker_parts(engine: Engine, weights: WorkerWeights, **given: Any) -> WorkerParts:
+    """What a worker is made of around an engine whose runner has no model."""
+    parts = {
+        "config": RolloutConfig(),
+        "adapters": AdapterRegistry(weights.module),
+        "max_model_len": 64,
+        "eos_token_ids": (),
+        "tokenizer": None,
+        "has_experts": False,
+        "dtype": torch.float32,
+        "threads": ComputeThreads(),
+    }
+    return WorkerParts(engine=engine, weights=weights, **parts | given)
+
+
 @pytest.fixture
 def make_engine() -> Callable[..., Engine]:
     return build_engine
@@ -315,11 +332,10 @@ def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
         users = None if beside is None else beside._weights.users
         core = build_engine(**engine, watch=WeightWatch(module if shared else None))
         runner = core.runner
-        parts = WorkerParts(
-            RolloutConfig(while_asleep=while_asleep),
+        parts = worker_parts(
             core,
             WorkerWeights(module, shared=shared, users=users, watch=core.watch),
-            AdapterRegistry(module),
+            config=RolloutConfig(while_asleep=while_asleep),
             max_model_len=engine.get("max_model_len", 64),
             eos_token_ids=eos,
             tokenizer=tokenizer,

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from samebit.rollout import RolloutConfig, RolloutWorker, WorkerLostError
-from samebit.rollout.adapters.registry import AdapterRegistry
-from samebit.rollout.build import WorkerParts
 from samebit.rollout.cache import build_cache
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
@@ -22,7 +20,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
 
-from ..conftest import FakeRunner, TinyModule
+from ..conftest import FakeRunner, TinyModule, worker_parts
 
 T = TypeVar("T")
 BLOCK = 4
@@ -113,10 +111,7 @@ class LocalFleet:
         engine = Engine(runner, cache, 32)
         runner.current_version = lambda: engine.weight_version
         runner.budget = lambda: 32
-        module = TinyModule()
-        parts = WorkerParts(
-            config, engine, WorkerWeights(module, shared=False), AdapterRegistry(module), max_model_len=64
-        )
+        parts = worker_parts(engine, WorkerWeights(TinyModule(), shared=False), config=config)
         port = LocalPort(ReplicaSide(Sources(), RolloutWorker.over(parts)), runner)
         if self._prepare is not None:
             self._prepare(port)

@@ -20,8 +20,6 @@ import pytest
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.layout import AdapterLayout
 from samebit.rollout.adapters.registry import Loaded
-from samebit.rollout.build import WorkerParts
-from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.delivery import RequestHandle
 from samebit.rollout.errors import (
     AdapterError,
@@ -35,6 +33,7 @@ from samebit.rollout.worker import RolloutWorker
 
 from ...forks import python
 from ...patience import HANG, wait_until
+from ..conftest import worker_parts
 from ..inside import num_waiting
 from ..step_gate import StepGate
 
@@ -365,9 +364,7 @@ def test_a_worker_that_is_dropped_stops_its_thread(make_worker: MakeWorker) -> N
     donor.close()
     engine.runner.allocate_cache(4)
     before = set(threading.enumerate())
-    worker = RolloutWorker.over(
-        WorkerParts(RolloutConfig(), engine, weights, donor._adapters.registry, max_model_len=64)
-    )
+    worker = RolloutWorker.over(worker_parts(engine, weights))
     (thread,) = set(threading.enumerate()) - before
     gone = weakref.ref(worker)
     del worker
