@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -46,7 +46,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
-from samebit.rollout.worker_interface import UpdateOptions
+from samebit.rollout.worker_interface import UpdateOptions, checked_state_dict
 from samebit.weight_sync import PreparedUpdate, SyncReport, UpdateTerms
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.wire.link import ReceiverLink
@@ -238,11 +238,9 @@ class RolloutWorker(Closing):
         ):
             return self._thread.shelter(lambda gate: write(update, gate))
 
-    def load_state_dict(self, state_dict: dict[str, object], *, cast: bool = False) -> SyncReport:
+    def load_state_dict(self, state_dict: Mapping[str, object], *, cast: bool = False) -> SyncReport:
         """Take a full update from a state dict; `cast` allows other floating dtypes than the model's."""
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
-        return self.receive_weights(state_dict, cast=cast)
+        return self.receive_weights(checked_state_dict(state_dict), cast=cast)
 
     def weight_update(self, *, version: int | None = None, in_flight: str = "keep") -> Hold[WeightUpdate]:
         """Open the block of `with worker.weight_update(): optimizer.step()`, on a shared module.

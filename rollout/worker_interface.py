@@ -80,6 +80,13 @@ class UpdateOptions:
         return UpdateTerms(partial=self.partial, cast=self.cast)
 
 
+def checked_state_dict(given: object) -> Mapping[str, object]:
+    """Return what `load_state_dict` was given, if it is a mapping; raise `TypeError` for anything else."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"load_state_dict takes a dict of tensors, got {type(given).__name__}")
+    return given
+
+
 class Handle(Protocol):
     """Stands for a request that was submitted."""
 
@@ -118,7 +125,7 @@ class Worker(Protocol):
 
     def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, cast: bool = False) -> SyncReport: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, cast: bool = False) -> SyncReport: ...
 
     @property
     def adapters(self) -> list[str]: ...

@@ -39,6 +39,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.block_digests import ChainHasher
 from samebit.rollout.requests.request import IntArray
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker_interface import checked_state_dict
 from samebit.weight_sync import SyncReport
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.wire.stream import gone_through
@@ -188,9 +189,7 @@ class Fleet(Closing):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, cast: bool = False) -> SyncReport:
         """Bring a full update from a state dict to all replicas; `cast` as in `receive_weights`."""
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
-        return self.receive_weights(state_dict, cast=cast)
+        return self.receive_weights(checked_state_dict(state_dict), cast=cast)
 
     # -- adapters ----------------------------------------------------------------------------------
 

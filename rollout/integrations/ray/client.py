@@ -34,7 +34,7 @@ from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
-from samebit.rollout.worker_interface import UpdateOptions
+from samebit.rollout.worker_interface import UpdateOptions, checked_state_dict
 from samebit.weight_sync import (
     CudaIpcSender,
     SharedMemorySender,
@@ -184,9 +184,7 @@ class RayWorker(Closing):
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, cast: bool = False) -> SyncReport:
         """Take a full update from a state dict, through shared memory; `cast` as in `receive_weights`."""
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
-        return self.receive_weights(state_dict, cast=cast)
+        return self.receive_weights(checked_state_dict(state_dict), cast=cast)
 
     # -- adapters ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def test_an_update_reports_what_changed_and_raises_the_version(make_worker: Make
     assert (report.version, report.changed, report.changed_tensors) == (1, ("proj.bias",), 1)
     assert torch.equal(worker.module.proj.bias, new["proj.bias"])
     assert worker.load_state_dict(new).changed_tensors == 0
+    assert worker.load_state_dict(MappingProxyType(new)).changed_tensors == 0, "any mapping, as receive_weights takes"
     assert worker.receive_weights(new, version=10).version == 10
     assert worker.weight_version == worker.stats()["weight_version"] == 10
     with pytest.raises(ValueError, match="above the current 10, got 10"):
