@@ -16,6 +16,7 @@ from samebit.kernels.cpu.base.vectors import (
     accumulate,
     dispatch,
     exponential,
+    greater,
     load_vector,
     pointer_to,
     splat,
@@ -85,7 +86,7 @@ def absorb(
 
             tops = accumulate(
                 builder, count, [_every(float("-inf"))] * row_count,
-                lambda piece, found: [_greater(builder, scaled(piece, r), found[r]) for r in every],
+                lambda piece, found: [greater(builder, scaled(piece, r), found[r]) for r in every],
             )  # fmt: skip
             after = []
             for r in every:
@@ -155,16 +156,12 @@ def _every(number: float) -> Any:
     return ir.Constant(VECTOR, [number] * LANES)
 
 
-def _greater(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
 def _greatest_lane(builder: Any, vector: Any) -> Any:
     """Return the greatest lane, in every lane."""
     distance = LANES // 2
     while distance:
         turned = [(lane + distance) % LANES for lane in range(LANES)]
         other = builder.shuffle_vector(vector, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_LANE_NUMBERS, turned))
-        vector = _greater(builder, other, vector)
+        vector = greater(builder, other, vector)
         distance //= 2
     return vector

@@ -11,6 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from samebit.kernels.cpu.base.part import inlined_part
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.small_tiles import pieces
 from samebit.kernels.cpu.base.vectors import (
@@ -31,6 +32,12 @@ from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 _KEYS = min(4, REGISTERS // 4)
 """Keys whose products are summed at once, for two queries: as many as leave the sums in registers."""
+
+
+@inlined_part
+def taken_at_once(left: int) -> int:
+    """Return how many of the rows or columns that are left to take at once: 4, 2 or 1."""
+    return 4 if left >= 4 else (2 if left >= 2 else 1)
 
 
 def _sum_of_lanes(builder: Any, vector: Any) -> Any:

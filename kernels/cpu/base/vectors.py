@@ -178,6 +178,11 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
+def greater(builder: Any, a: Any, b: Any) -> Any:
+    """Return the greater of each lane's two."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
 def exponential(builder: Any, x: Any) -> Any:
     """Compute e**x of a vector as `numeric.exp` does, step by step."""
     kind, bits = x.type, ir.VectorType(ir.IntType(32), x.type.count)

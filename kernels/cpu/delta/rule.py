@@ -38,7 +38,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add_wide, tile_read
-from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
+from samebit.kernels.cpu.base.state_tiles import fetch_all, taken_at_once, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
 from samebit.kernels.cpu.delta.panels import COMING, PANEL, place_in_panel
 from samebit.kernels.cpu.delta.tail import append, append_by_channel
@@ -183,12 +183,6 @@ def _rule_item(
 
 
 @inlined_part
-def _block(left: int) -> int:
-    """Return how many of the rows or columns that are left to take at once: 4, 2 or 1."""
-    return 4 if left >= 4 else (2 if left >= 2 else 1)
-
-
-@inlined_part
 def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: int, out: Any) -> None:
     """Compute u and o of one value head, which is head ``at`` of the memory."""
     deep, wide = sizes.deep, sizes.wide
@@ -200,7 +194,7 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
         v = 0
         while v < wide:
             place, stride, left = place_in_panel(v, sizes.key_dim, wide, PANEL)
-            columns = 8 if tokens == 1 and left >= 8 else _block(left)
+            columns = 8 if tokens == 1 and left >= 8 else taken_at_once(left)
             tile_read(
                 2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep),
                 Rows(memory.state, state_at + place, stride), sizes.key_dim, Rows(scratch.acc, v, wide), FETCH_AHEAD,
@@ -272,7 +266,7 @@ def _add_tail(weights: Any, u: Any, u_at: int, count: int, wide: int, target: An
     v = 0
     while v < wide:
         left = (wide - v) // LANES
-        columns = 8 if left >= 8 else _block(left)
+        columns = 8 if left >= 8 else taken_at_once(left)
         tile_multiply_add_wide(
             2, columns, Rows(weights, 0, SCAN_CHUNK), Rows(u, u_at + v, wide), count, Rows(target, target_at + v, wide)
         )
@@ -307,10 +301,10 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
         begin, stride, vectors = place_in_panel(first, key_dim, wide, PANEL)
         n = 0
         while n < key_dim:
-            rows = _block(key_dim - n)
+            rows = taken_at_once(key_dim - n)
             v = 0
             while v < vectors:
-                columns = _block(vectors - v)
+                columns = taken_at_once(vectors - v)
                 place = state_at + begin + n * stride + v * LANES
                 tile_move(
                     rows, columns, Rows(kept, kept_at + n * each, each), Rows(k, k_at + n, deep),

@@ -15,6 +15,7 @@ from samebit.kernels.cpu.base.vectors import (
     dispatch,
     exponential,
     fma,
+    greater,
     load_as,
     load_vector,
     pointer_to,
@@ -260,8 +261,3 @@ def add_heads(typingctx: Any, products: Any, first: Any, weights: Any, weights_a
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def greater(builder: Any, a: Any, b: Any) -> Any:
-    """Return the greater of each lane's two."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)

@@ -33,7 +33,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
-from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
+from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, taken_at_once, tile_move
 from samebit.kernels.cpu.ssd.groups import Inputs, Item, Memory, Scratch, Sizes, Span
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK
 
@@ -240,12 +240,6 @@ def _widen_padded(source: Any, target: Any) -> None:
         target[n] = _ZERO
 
 
-@inlined_part
-def _block(left: int) -> int:
-    """Return how many of the rows or columns that are left to take at once: 4, 2 or 1."""
-    return 4 if left >= 4 else (2 if left >= 2 else 1)
-
-
 @kernel_part
 def _head_rows(sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: int, skip: Any, out: Any) -> None:
     """Compute the rows of one head, which is head ``at`` of the memory."""
@@ -256,7 +250,7 @@ def _head_rows(sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: 
     state_at, x_at, steps_at = at * state_size * wide, at * SCAN_CHUNK * wide, at * SCAN_CHUNK
     j = 0
     while j < many:
-        rows = _block(many - j)
+        rows = taken_at_once(many - j)
         for i in range(rows):
             _weigh(
                 scores[(j + i) * SCAN_CHUNK : (j + i + 1) * SCAN_CHUNK], steps[steps_at : steps_at + SCAN_CHUNK],
@@ -265,7 +259,7 @@ def _head_rows(sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: 
             )  # fmt: skip
         v = 0
         while v < wide:
-            columns = _block((wide - v) // LANES)
+            columns = taken_at_once((wide - v) // LANES)
             tile_multiply(
                 rows, columns, Rows(queries, j * deep, deep), Rows(state, state_at + v, wide), state_size,
                 Rows(acc, v, wide),
@@ -324,10 +318,10 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, b_at: int, ends_block:
     kept[0] = share_left(np.float32(last))
     n = 0
     while n < state_size:  # meanwhile the next head's state is asked for
-        rows = _block(state_size - n)
+        rows = taken_at_once(state_size - n)
         v = 0
         while v < wide:
-            columns = _block((wide - v) // LANES)
+            columns = taken_at_once((wide - v) // LANES)
             place = state_at + n * wide + v
             tile_move(
                 rows, columns, Rows(kept, 0, 0), Rows(b, b_at + n, deep), Rows(fed, v, wide), SCAN_CHUNK,
