@@ -32,6 +32,7 @@ from triton.language import tensor
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
+from samebit.kernels.triton.gradients.decays import left_at_end, left_between
 from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two, shared_memory
 
@@ -116,16 +117,8 @@ def _sums(
     """Return beta, the running sum of the decay (float64), what the chunk leaves of the state, and of its tokens."""
     strength = tl.load(beta + at * HEADS + head, mask=real, other=0.0)
     sums = tl.cumsum(tl.load(decay + at * HEADS + head, mask=real, other=0.0).to(tl.float64), axis=0)
-    last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), axis=0)
-    return strength, sums, tl.exp(last.to(tl.float32)), tl.exp((last - sums).to(tl.float32))
-
-
-@jit()
-def _kept(sums: tensor, CHUNK: tl.constexpr) -> Any:
-    """Return ``[t, s]``, what is left of token s at token t; 0 before s."""
-    t = tl.arange(0, CHUNK)
-    difference = (sums[:, None] - sums[None, :]).to(tl.float32)
-    return tl.exp(tl.where(t[None, :] <= t[:, None], difference, float("-inf")))
+    whole, left = left_at_end(sums, CHUNK)
+    return strength, sums, whole, left
 
 
 @jit()
@@ -160,7 +153,7 @@ def _walk(
             other=0.0,
         )
         value = tl.load(of_v + at[:, None] * WIDTH + p[None, :], mask=inside, other=0.0).to(tl.float32)
-        matches = dot(k, tl.trans(k), tl.zeros((CHUNK, CHUNK), tl.float32)) * _kept(sums, CHUNK)
+        matches = dot(k, tl.trans(k), tl.zeros((CHUNK, CHUNK), tl.float32)) * left_between(sums, CHUNK)
         read = dot(k, state, tl.zeros((CHUNK, PART), tl.float32))
         w = value - read * tl.exp(sums.to(tl.float32))[:, None]
         for s in range(CHUNK - 1):
@@ -202,7 +195,7 @@ def _walk_back(
         k = tl.load(from_q + KEY_HEADS * KEY_DIM, mask=deep, other=0.0)
         g = tl.load(grad + (at[:, None] * HEADS + head) * VALUE_DIM + p[None, :], mask=inside, other=0.0)
         g = g.to(tl.float32)
-        kept, nothing = _kept(sums, CHUNK), tl.zeros((CHUNK, CHUNK), tl.float32)
+        kept, nothing = left_between(sums, CHUNK), tl.zeros((CHUNK, CHUNK), tl.float32)
         asked = dot(q, tl.trans(k), nothing) * kept
         matches = dot(k, tl.trans(k), nothing) * kept * strength[:, None]
         d = dot(k, state, tl.zeros((CHUNK, PART), tl.float32)) * left[:, None]
@@ -261,7 +254,7 @@ def _of_chunk(
         k = tl.trans(tl.load(from_q + KEY_HEADS * KEY_DIM + n[None, :], mask=deep, other=0.0))
         asked = dot(q, k, asked)
         matches = dot(tl.trans(k), k, matches)
-    kept, earlier = _kept(sums, CHUNK), t[None, :] < t[:, None]  # [t, s]
+    kept, earlier = left_between(sums, CHUNK), t[None, :] < t[:, None]  # [t, s]
     of_asked *= kept
     of_matches = tl.where(earlier, of_matches * kept, 0.0)
     weights = tl.where(earlier, of_asked * asked + of_matches * matches, 0.0)

@@ -28,6 +28,7 @@ from triton.language import tensor
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK, ceil_div
 from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.triton.gradients.decays import left_at_end, left_between
 from samebit.kernels.triton.numeric import aligned, dot, jit, sigmoid, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
@@ -81,21 +82,6 @@ def _steps(
     return raw, step, tl.cumsum(step.to(tl.float64) * tl.load(decay_rate + head).to(tl.float64), axis=0)
 
 
-@jit()
-def _at_end(sums: tensor, CHUNK: tl.constexpr) -> Any:
-    """Return what the chunk leaves of the state before it, and of each of its tokens ``[CHUNK]``."""
-    last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), axis=0)
-    return tl.exp(last.to(tl.float32)), tl.exp((last - sums).to(tl.float32))
-
-
-@jit()
-def _kept(sums: tensor, CHUNK: tl.constexpr) -> Any:
-    """Return ``[t, u]``, what is left of token u at token t; 0 before u."""
-    t = tl.arange(0, CHUNK)
-    difference = (sums[:, None] - sums[None, :]).to(tl.float32)
-    return tl.exp(tl.where(t[None, :] <= t[:, None], difference, float("-inf")))
-
-
 @jit(do_not_specialize=["low", "high"])
 def _walk(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, values: tensor,
@@ -123,7 +109,7 @@ def _walk(
         real = chunk * CHUNK + t < length
         at = (row + chunk * CHUNK + t).to(tl.int64)
         _, step, sums = _steps(dt, decay_rate, dt_bias, low, high, at, real, head, HEADS)
-        whole, left = _at_end(sums, CHUNK)
+        whole, left = left_at_end(sums, CHUNK)
         weight = left * step
         if BACKWARDS:
             weight = tl.exp(sums.to(tl.float32))
@@ -149,7 +135,7 @@ def _of_head(
     at = (tl.load(row_start + sequence) + first + t).to(tl.int64)
     WIDTH: tl.constexpr = HEADS * HEAD_DIM + 2 * GROUPS * SIZE
     raw, step, sums = _steps(dt, decay_rate, dt_bias, low, high, at, real, head, HEADS)
-    whole, left = _at_end(sums, CHUNK)
+    whole, left = left_at_end(sums, CHUNK)
     inside = real[:, None] & (p[None, :] < HEAD_DIM)
     place = at[:, None] * WIDTH + head * HEAD_DIM + p[None, :]
     x_given = tl.load(xbc + place, mask=inside, other=0.0)
@@ -175,7 +161,7 @@ def _of_head(
         wanted = dot(b.to(tl.float32), of_state, wanted)
         through += tl.sum(state * of_state, axis=0)
 
-    mixed = scores * _kept(sums, CHUNK)
+    mixed = scores * left_between(sums, CHUNK)
     to_x = dot(tl.trans(mixed), g, wanted * left[:, None])
     grad_x = to_x * step[:, None] + g * tl.load(skip + head)
     tl.store(grad_xbc + place, grad_x.to(grad_xbc.dtype.element_ty), mask=inside)
@@ -219,12 +205,12 @@ def _of_group(
     of_c = tl.zeros((CHUNK, DEPTH), tl.float32)
     for head in range(group * (HEADS // GROUPS), (group + 1) * (HEADS // GROUPS)):
         _, step, sums = _steps(dt, decay_rate, dt_bias, low, high, at, real, head, HEADS)
-        _, left = _at_end(sums, CHUNK)
+        _, left = left_at_end(sums, CHUNK)
         column = head * HEAD_DIM + p[None, :]
         x = tl.load(xbc + at[:, None] * WIDTH + column, mask=inside, other=0.0)
         g = tl.load(grad + at[:, None] * (HEADS * HEAD_DIM) + column, mask=inside, other=0.0)
         match = dot(g, tl.trans(x), tl.zeros((CHUNK, CHUNK), tl.float32))
-        of_scores += match * _kept(sums, CHUNK) * step[None, :]
+        of_scores += match * left_between(sums, CHUNK) * step[None, :]
         in_state = (tile * HEADS + head) * (SIZE * HEAD_DIM) + n[:, None] * HEAD_DIM + p[None, :]
         real_state = (n[:, None] < SIZE) & (p[None, :] < HEAD_DIM)
         state = tl.load(before + in_state, mask=real_state, other=0.0)
