@@ -161,13 +161,7 @@ def beside_hugging_face(
     def turn(name: str, run: Run) -> Turn:
         for unseen in range(10**6, 10**6 + WARM_UP_RUNS):
             run(workload.make_prompts(vocab_size, seed=unseen), workload.new_tokens)
-
-        def once(number: int) -> float:
-            seconds, outputs = run(workload.make_prompts(vocab_size, seed=number), workload.new_tokens)
-            workload.check(name, outputs, vocab_size)
-            return seconds
-
-        return once
+        return workload.turn(name, run, vocab_size)
 
     with samebit(model, workload, exact=True) as (run, _):
         turns = {"samebit": turn("samebit", run), "hf_generate": turn("hf_generate", hf_generate(model, workload))}

@@ -66,13 +66,7 @@ def rollouts(
 
     def turn(name: str, run: Run) -> Turn:
         run(workload.make_prompts(vocab_size, seed=10**6)[:2], 8)  # compiles samebit's kernels
-
-        def once(number: int) -> float:
-            seconds, outputs = run(workload.make_prompts(vocab_size, seed=number), workload.new_tokens)
-            workload.check(name, outputs, vocab_size)
-            return seconds
-
-        return once
+        return workload.turn(name, run, vocab_size)
 
     with ExitStack() as stack:
         exact, inexact = (stack.enter_context(samebit(model, workload, exact=exact))[0] for exact in (True, False))

@@ -94,13 +94,7 @@ def measure(case: Case, workload: Workload, calibration: Calibration) -> Measure
 
     def turn(name: str, run: Run) -> Turn:
         run(workload.make_prompts(vocab_size, seed=10**6)[:2], 8)  # compiles samebit's kernels, fills the allocators
-
-        def once(number: int) -> float:
-            seconds, outputs = run(workload.make_prompts(vocab_size, seed=number), workload.new_tokens)
-            workload.check(name, outputs, vocab_size)
-            return seconds
-
-        return once
+        return workload.turn(name, run, vocab_size)
 
     with ExitStack() as stack:
         run, worker = stack.enter_context(samebit(model, workload, exact=True))

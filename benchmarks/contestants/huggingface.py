@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from samebit.benchmarks.workloads.workload import Run, Timed, Tokens, Workload, timed
+from samebit.benchmarks.engines.messages import timed
+from samebit.benchmarks.workloads.workload import Run, Timed, Tokens, Workload
 
 CONTINUOUS_NEEDS = "psutil"
 """Without this package continuous batching finds 0 bytes of memory on a CPU and refuses to start."""

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from samebit.benchmarks.workloads.workload import Run, Timed, Tokens, Workload, timed
+from samebit.benchmarks.engines.messages import timed
+from samebit.benchmarks.workloads.workload import Run, Timed, Tokens, Workload
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 

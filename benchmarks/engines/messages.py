@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
+T = TypeVar("T")
 Tokens = list[list[int]]
 
 
@@ -64,7 +65,7 @@ class Engine(Protocol):
         """Do the job, `fresh` aside."""
 
 
-def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+def timed(action: Callable[[], T]) -> tuple[float, T]:
     """Call it; return the seconds and the result."""
     began = time.perf_counter()
     result = action()

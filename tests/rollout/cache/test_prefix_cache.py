@@ -21,6 +21,7 @@ from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import WeightMismatchError
 
 from ...patience import HANG
+from ..conftest import tracked
 from .cache_integrity import check_cache, num_unswept, owned_blocks
 from .engine_runs import run
 
@@ -37,11 +38,6 @@ def cached(request: Request) -> int | None:
 
 def output(request: Request) -> list[int]:
     return request.sequences[0].output_ids.tolist()
-
-
-def tracked(cache: PrefixCache, request: Request) -> Sequence:
-    cache.track(request)
-    return request.sequences[0]
 
 
 def computed(cache: PrefixCache, sequence: Sequence) -> Sequence:

@@ -20,6 +20,7 @@ from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import NonFiniteWeightError, WeightMismatchError, apply
 
 from ...patience import HANG, wait_until
+from ..conftest import weights_of
 from ..inside import num_waiting, spill_file
 from ..step_gate import StepGate
 
@@ -27,10 +28,6 @@ MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
 FEW = SamplingParams(max_tokens=5)
 LONG = SamplingParams(max_tokens=40)
-
-
-def weights_of(worker: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
 
 
 def start_long_request(worker: Any, runner: Any) -> Any:

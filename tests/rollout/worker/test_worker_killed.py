@@ -31,6 +31,7 @@ from samebit.weight_sync import (
 
 from ...forks import python
 from ...patience import HANG, wait_until
+from ..conftest import weights_of
 from ..named_memory import named_memory
 
 SCRIPT = Path(__file__).parents[2] / "weight_sync" / "dying.py"
@@ -79,10 +80,6 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(100, 129), nn.Linear(129, 33), nn.Embedding(7, 1000))
 
 
-def copy_of(worker: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
-
-
 def points(calls: int) -> list[int]:
     """Spread over the sync, the first call and the last among them."""
     return [1 + round(number * (calls - 1) / (POINTS - 1)) for number in range(POINTS)]
@@ -100,7 +97,7 @@ def test_a_sender_is_killed(make_worker: MakeWorker, dying: Dying) -> None:
 
 
 def _killed_sender(worker: Any, dying: Dying, point: int) -> str:
-    before = copy_of(worker)
+    before = weights_of(worker)
     dying.start("sender", point)
     address = dying.line()
     began = time.monotonic()
@@ -129,7 +126,7 @@ def _killed_delta_sender(worker: Any, dying: Dying, point: int) -> str:
     dying.start("delta sender", point)
     with SharedMemoryReceiver(dying.line(), timeout=TIMEOUT) as end:
         worker.receive_weights(end)
-        before = copy_of(worker)
+        before = weights_of(worker)
         began = time.monotonic()
         outcome = receive(worker, end)
         assert time.monotonic() - began < HANG
@@ -154,7 +151,7 @@ def gloo_end(dying: Dying, store: Path, calls: int | None) -> BroadcastReceiver:
 
 
 def _killed_gloo_sender(worker: Any, dying: Dying, store: Path, calls: int) -> str:
-    before = copy_of(worker)
+    before = weights_of(worker)
     began = time.monotonic()
     try:
         end = gloo_end(dying, store, calls)
@@ -181,7 +178,7 @@ def receive(worker: Any, end: Any) -> str:
 def check(worker: Any, outcome: str, before: dict[str, torch.Tensor]) -> None:
     """No mixture is served, and a full update heals."""
     if outcome == "old":
-        assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(worker).items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(worker).items())
     if outcome == "incomplete":
         with pytest.raises(WorkerStateError, match="weights incomplete"):
             worker.submit([1])

@@ -42,6 +42,7 @@ from samebit.weight_sync.wire.link import Announcement
 
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
+from ..conftest import weights_of
 from ..inside import num_waiting
 from ..named_memory import named_memory
 from ..step_gate import StepGate
@@ -69,10 +70,6 @@ class Odd(nn.Module):
 def same_weights(left: nn.Module, right: nn.Module) -> bool:
     ours, theirs = left.state_dict(), right.state_dict()
     return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
-def copy_of(worker: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
 
 
 def serves(worker: Any) -> bool:
@@ -157,13 +154,13 @@ def test_casts_are_asked_for_and_reported(make_worker: MakeWorker, pair: tuple[A
     own, other = (torch.bfloat16, torch.float32)
     odd_worker, _ = make_worker(module=Odd(own))
     trainer = Odd(other)
-    before = copy_of(odd_worker)
+    before = weights_of(odd_worker)
     for source in (end, trainer, WeightStream.of(trainer)):
         sending = Sending(sender, trainer) if source is end else None
         with pytest.raises(WeightMismatchError, match=r"nothing was written; [67] of another dtype \(send with"):
             odd_worker.receive_weights(source)
         assert sending is None or "receive with cast=True): one: offered" in str(sending.result())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(odd_worker).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(odd_worker).items())
     sending = Sending(sender, trainer, dtype=own if cast_by == "sender" else None)
     report = odd_worker.receive_weights(end, cast=cast_by == "receiver", verify=True)
     assert sending.result().casts == (report.casts if cast_by == "sender" else ())
@@ -223,7 +220,7 @@ def test_verify_on_a_shared_module_reads_the_parameters(make_worker: MakeWorker)
 def test_what_does_not_fit_is_refused_by_name_on_both_sides(make_worker: MakeWorker, pair: tuple[Any, Any]) -> None:
     worker, _ = make_worker()
     sender, end = pair
-    before = copy_of(worker)
+    before = weights_of(worker)
     gave: list[str] = []
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -241,7 +238,7 @@ def test_what_does_not_fit_is_refused_by_name_on_both_sides(make_worker: MakeWor
         assert "proj.bias: offered [6] float32, the model has [5] float32" in text
         assert "embed.weight or head.weight" in text
     assert gave == ["one"], "the stream was gone through: other ranks may be gathering it"
-    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(worker).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(worker).items())
     assert serves(worker)
     sending = Sending(sender, worker.module)
     assert worker.receive_weights(end).version == 1
@@ -251,7 +248,7 @@ def test_what_does_not_fit_is_refused_by_name_on_both_sides(make_worker: MakeWor
 def test_the_sender_hears_of_a_version_that_is_too_low(make_worker: MakeWorker, pair: tuple[Any, Any]) -> None:
     worker, _ = make_worker()
     sender, end = pair
-    worker.load_state_dict(copy_of(worker))
+    worker.load_state_dict(weights_of(worker))
     sending = Sending(sender, worker.module)
     with pytest.raises(ValueError, match="above the current 1"):
         worker.receive_weights(end, version=1)
@@ -274,7 +271,7 @@ def test_a_delta_is_not_written_over_weights_that_changed_while_it_waited(
     """It was agreed to while a step ran, and another update, or a sleep that discards the weights, came before it."""
     worker, runner = make_worker()
     sender, end = pair
-    trained = copy_of(worker)
+    trained = weights_of(worker)
     sending = Sending(sender, trained, delta=True)
     assert worker.receive_weights(end).version == 1
     assert not sending.result().delta, "there is no base yet"
@@ -309,7 +306,7 @@ def test_a_delta_is_not_written_over_weights_that_changed_while_it_waited(
     sending = Sending(sender, trained, delta=True)
     worker.receive_weights(end)
     assert not sending.result().delta
-    assert all(torch.equal(trained[name], tensor) for name, tensor in copy_of(worker).items())
+    assert all(torch.equal(trained[name], tensor) for name, tensor in weights_of(worker).items())
     assert handle.result(HANG).samples[0].finish_reason == "length"
 
 
@@ -319,7 +316,7 @@ def test_incomplete_weights_take_no_delta(
     """Not even where their bits are its base: nothing says so of discarded ones but memory that nobody has used."""
     worker, _ = make_worker()
     sender, end = pair
-    trained = copy_of(worker)
+    trained = weights_of(worker)
     sending = Sending(sender, trained, delta=True)
     worker.receive_weights(end)
     sending.result()
@@ -339,7 +336,7 @@ def test_incomplete_weights_take_no_delta(
 
 def test_tied_weights_that_came_with_different_values_break_the_update(make_worker: MakeWorker) -> None:
     worker, _ = make_worker()
-    both = copy_of(worker)
+    both = weights_of(worker)
     assert worker.receive_weights(WeightStream.of(both)).tensors == 4
     both["head.weight"] = both["head.weight"] + 1
     with pytest.raises(SyncBrokenError, match=r"tied weights .* embed\.weight, head\.weight"):
@@ -395,7 +392,7 @@ def test_a_stream_is_gone_through_whatever_ends_its_update(
 def assert_old_or_incomplete(worker: Any, before: dict[str, Tensor]) -> bool:
     """Either nothing was written or the worker refuses; whether it refuses."""
     if worker.trouble() is None:
-        assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(worker).items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(worker).items())
         assert serves(worker)
         return False
     with pytest.raises(WorkerStateError, match="weights incomplete"):
@@ -425,7 +422,7 @@ def flipped(place: int) -> Callable[..., tuple[BucketHeader, Any]]:
 @pytest.mark.parametrize("place", [0, 8, 16, 30, 33, 64, 65, 900, 1023, 1024, 1100, 7 * 1024 + 500, 40 * 1024 + 64])
 def test_a_flipped_bit_is_found(odd_worker: Any, pair: tuple[Any, Any], place: int) -> None:
     sender, end = pair
-    before = copy_of(odd_worker)
+    before = weights_of(odd_worker)
     end.damage = flipped(place)
     sending = Sending(sender, Odd())
     with pytest.raises(SyncBrokenError, match=r"wrong checksum|cut off|was not|expected|not valid"):
@@ -440,7 +437,7 @@ def test_a_flipped_bit_is_found(odd_worker: Any, pair: tuple[Any, Any], place: i
 @pytest.mark.parametrize("number", [0, 5])
 def test_a_wrong_header_is_found(odd_worker: Any, pair: tuple[Any, Any], field: str, number: int) -> None:
     sender, end = pair
-    before = copy_of(odd_worker)
+    before = weights_of(odd_worker)
 
     def damage(at: int, header: BucketHeader, buffer: Any) -> tuple[BucketHeader, Any]:
         if at == number:
@@ -502,7 +499,7 @@ def test_a_bucket_that_never_came_is_missed(odd_worker: Any, pair: tuple[Any, An
 @pytest.mark.parametrize("fault", ["nan", "error"])
 def test_a_sender_that_breaks_off_says_why(odd_worker: Any, pair: tuple[Any, Any], after: int, fault: str) -> None:
     sender, end = pair
-    before = copy_of(odd_worker)
+    before = weights_of(odd_worker)
     trainer = Odd()
     whole = {name: tensor.clone() for name, tensor in trainer.state_dict().items() if name != "head.weight"}
     specs = {name: TensorSpec.of(name, tensor) for name, tensor in whole.items()}
@@ -650,7 +647,7 @@ def test_an_update_that_stalls_stops_generation_no_longer_than_a_small_timeout(o
 def test_a_version_that_no_message_can_hold_is_refused(make_worker: MakeWorker) -> None:
     worker, _ = make_worker()
     with pytest.raises(ValueError, match="version must be at most 9223372036854775807, got a number of 64 bits"):
-        worker.receive_weights(copy_of(worker), version=1 << 63)
+        worker.receive_weights(weights_of(worker), version=1 << 63)
 
 
 def test_a_full_shared_memory_is_found_before_anything_is_announced(make_worker: MakeWorker) -> None:
