@@ -137,7 +137,7 @@ class Sampler:
         self.seed = seed
         self.max_rows = max_rows
         self._last: _Streams | None = None
-        self._report = logprobs_of_rows if exact else _torch_logprobs
+        self._exact = exact
 
     def draw_inputs(self, sequences: list[Sequence], positions: Positions, rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
@@ -214,27 +214,32 @@ class Sampler:
         self, logits: torch.Tensor, inputs: DrawInputs, report_at: torch.Tensor, scaled: bool, kept: _Kept | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do as `kernels.sample`, but report of the logits before they were processed, which are put back."""
-        temperatures = inputs.temperatures
-        exact = self._report is logprobs_of_rows
-        sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if exact else None
+        sampled = kernels.sample(logits, inputs.temperatures, inputs.keys, inputs.counters) if self._exact else None
         if sampled is None:
-            chosen = kernels.draw(logits, temperatures, kernels.uniforms(inputs.keys, inputs.counters))
-            tokens = chosen.clamp(min=0)
-            if kept is not None:
-                kept.put_back(logits)
-            return tokens, torch.cat([chosen.double()[None], self._scores(logits, tokens, report_at, scaled)])
+            return self._drawn_then_scored(logits, inputs, report_at, scaled, kept)
         tokens, found = sampled
-        if kept is not None:
+        if kept is not None:  # the one call has scored these rows as they were processed
             kept.put_back(logits)
             found[1:, kept.at] = self._scores(kept.logits, tokens[kept.at], report_at[kept.at], scaled)
         return tokens, found
+
+    def _drawn_then_scored(
+        self, logits: torch.Tensor, inputs: DrawInputs, report_at: torch.Tensor, scaled: bool, kept: _Kept | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as `_sample` in calls of their own: draw, put back what was processed, and only then score."""
+        chosen = kernels.draw(logits, inputs.temperatures, kernels.uniforms(inputs.keys, inputs.counters))
+        if kept is not None:
+            kept.put_back(logits)
+        tokens = chosen.clamp(min=0)
+        return tokens, torch.cat([chosen.double()[None], self._scores(logits, tokens, report_at, scaled)])
 
     def _scores(
         self, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, scaled: bool
     ) -> torch.Tensor:
         """Return the tokens' log-probabilities, and those at temperature 1, ``[2, R]`` float64."""
-        scores = self._report(logits, tokens, temperatures)
-        at_one = self._report(logits, tokens, torch.ones_like(temperatures)) if scaled else scores
+        report = logprobs_of_rows if self._exact else _torch_logprobs
+        scores = report(logits, tokens, temperatures)
+        at_one = report(logits, tokens, torch.ones_like(temperatures)) if scaled else scores
         return torch.stack([scores.double(), at_one.double()])
 
 
