@@ -6,11 +6,14 @@ Invariants
   random initialisation. A name of the hub becomes a folder first (`hub`).
 * Whatever is wrong with a folder, the error is a `ModelLoadError` that names it, or a `BindingError`.
 * A module is taken as it is: no copy, no `train()`/`eval()`, no change of dtype or device.
+* One thread at a time reads a folder: meanwhile transformers has other functions in its classes (`tie_weights`) and
+  another default dtype in torch, and two that overlap would leave these behind.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +37,9 @@ from samebit.rollout.requests.stopping import as_token_ids
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.folder_names import FolderNames
 from samebit.weight_sync.manifest import live_tensors
+
+
+_READING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -122,10 +128,11 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
     _check_generation_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no weights (*.safetensors; pickled weights are not read)")
-    if holds_other_tensors(folder):
-        module = read_folder(folder, config.torch_dtype(), dequantize=config.dequantize)
-    else:
-        module = _from_pretrained(folder, config.torch_dtype() or "auto")
+    with _READING:
+        if holds_other_tensors(folder):
+            module = read_folder(folder, config.torch_dtype(), dequantize=config.dequantize)
+        else:
+            module = _from_pretrained(folder, config.torch_dtype() or "auto")
     cast(nn.Module, module).to(config.device)
     return module
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
@@ -192,3 +195,20 @@ def test_a_model_on_two_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
                 setattr(layer, name, nn.Parameter(torch.empty(part.shape, device=device)))
     with pytest.raises(ModelLoadError, match=r"is on cuda:1, .* on cuda:0: a worker has one GPU"):
         load_model(module, RolloutConfig(device="cuda"))
+
+
+def test_folders_are_read_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two readings that overlap leave classes of transformers without `tie_weights`, for all later models."""
+    read, both = AutoModelForCausalLM.from_pretrained, threading.Barrier(2)
+    overlaps: list[bool] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+            overlaps.append(True)
+        return read(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: load_model(folder, DEFAULT), range(2)))
+    assert not overlaps
