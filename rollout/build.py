@@ -131,17 +131,19 @@ def _check_given(config: object, tokenizer: object) -> None:
 
 def _cache(runner: ModelRunner, config: RolloutConfig, max_model_len: int) -> Cache:
     """Choose how many blocks there are, and build the cache that owns them."""
-    bytes_per_block = runner.shape.bytes_per_block()
+    shape = runner.shape
+    bytes_per_block = shape.bytes_per_block()
     num_blocks = count_blocks(config, bytes_per_block, max_model_len, _bytes_left(runner, config))
-    check_room(config, num_blocks, bytes_per_block)
+    live_states = shape.bytes_of_live_states(num_blocks)
+    check_room(config, num_blocks, bytes_per_block, live_states, shape.bytes_of_checkpoints())
     return build_cache(
         num_blocks=num_blocks,
-        block_size=runner.shape.block_size,
+        block_size=shape.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
-        checkpoints=runner.shape.checkpoint_pool(),
+        checkpoints=shape.checkpoint_pool(),
         digest_key=config.digest_key,
     )
 

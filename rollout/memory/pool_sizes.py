@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from samebit.rollout.config import RolloutConfig
@@ -75,21 +76,58 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
     return min(config.max_num_seqs * per_sequence, affordable)
 
 
-def check_room(config: RolloutConfig, num_blocks: int, bytes_per_block: int, root: Path = ROOT) -> None:
-    """Raise ValueError where so many blocks can not be in the memory of this machine, or of a container.
+def check_room(
+    config: RolloutConfig,
+    num_blocks: int,
+    bytes_per_block: int,
+    live_states: int,
+    cached_states: int,
+    root: Path = ROOT,
+) -> None:
+    """Raise ValueError where so many blocks, and the states of recurrent layers, can not be in the memory of this
+    machine, or of a container.
 
-    root: of the file system.
+    live_states, cached_states: the bytes of all that may be there at once. root: of the file system.
     """
-    needed, machine = num_blocks * bytes_per_block, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    blocks, machine = num_blocks * bytes_per_block, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = memory_limit(root)
     most = machine if container is None else min(machine, container)
-    if config.device == "cpu" and needed > most:
-        owner = "machine has" if most == machine else "process's container may have"
-        raise ValueError(
-            f"{num_blocks} KV blocks need {_gib(needed)} GiB, and this {owner} {_gib(most)} (num_blocks="
-            f"{config.num_blocks}, kv_cache_gb={config.kv_cache_gb}, max_model_len={config.max_model_len}): give a "
-            "smaller num_blocks, kv_cache_gb or max_model_len"
-        )
+    if config.device != "cpu" or blocks + live_states + cached_states <= most:
+        return
+    owner = "machine has" if most == machine else "process's container may have"
+    parts = [
+        _Part(
+            f"{num_blocks} KV blocks",
+            blocks,
+            {
+                "num_blocks": config.num_blocks,
+                "kv_cache_gb": config.kv_cache_gb,
+                "max_model_len": config.max_model_len,
+            },
+        ),
+        _Part("live states of recurrent layers", live_states, {"max_num_seqs": config.max_num_seqs}),
+        _Part("cached states", cached_states, {"state_cache_gb": config.state_cache_gb}),
+    ]
+    raise ValueError(_no_room([part for part in parts if part.size], f"this {owner} {_gib(most)}"))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Says how many bytes a part of the memory takes, and the fields of the config that make it smaller."""
+
+    what: str
+    size: int
+    given: dict[str, object]
+
+
+def _no_room(parts: list[_Part], limit: str) -> str:
+    """Say what the parts need, what there is, and which fields make room."""
+    whats, sizes = " + ".join(part.what for part in parts), [part.size for part in parts]
+    sums = " + ".join(map(_gib, sizes)) + (f" = {_gib(sum(sizes))}" if len(sizes) > 1 else "")
+    given = {field: value for part in parts for field, value in part.given.items()}
+    values, (*fields, last) = ", ".join(f"{field}={value}" for field, value in given.items()), given
+    smaller = f"{', '.join(fields)} or {last}" if fields else last
+    return f"{whats} need {sums} GiB, and {limit} ({values}): give a smaller {smaller}"
 
 
 def _gib(count: int) -> str:

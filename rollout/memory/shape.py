@@ -91,7 +91,15 @@ class MemoryShape:
 
     def bytes_of_states(self) -> int:
         """Return the bytes of all live and cached states."""
-        return self.num_slots * self.bytes_per_slot() + self.num_checkpoints * self.bytes_per_checkpoint()
+        return self.num_slots * self.bytes_per_slot() + self.bytes_of_checkpoints()
+
+    def bytes_of_checkpoints(self) -> int:
+        """Return the bytes of all cached states."""
+        return self.num_checkpoints * self.bytes_per_checkpoint()
+
+    def bytes_of_live_states(self, num_blocks: int) -> int:
+        """Return the bytes of the live states that can be written at once: each sequence that runs has a block."""
+        return (min(self.held_slots.start, num_blocks) + len(self.held_slots)) * self.bytes_per_slot()
 
     def checkpoint_pool(self) -> CheckpointPool | None:
         """Return the bookkeeping of the checkpoints; None without recurrent layers."""

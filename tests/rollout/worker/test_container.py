@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numba
 import pytest
 import torch
 
-from samebit.rollout import RolloutConfig
+from samebit.rollout import RolloutConfig, RolloutWorker
 from samebit.rollout.control.compute_threads import ComputeThreads
+from samebit.rollout.memory import pool_sizes
 from samebit.rollout.memory.pool_sizes import check_room
+from samebit.rollout.memory.shape import MemoryShape
+
+from ...exactness.families import bound_model
 
 ALL: int = numba.config.NUMBA_DEFAULT_NUM_THREADS
 
@@ -79,8 +85,45 @@ def test_a_number_that_was_chosen_stays(tmp_path: Path, monkeypatch: pytest.Monk
 def test_pages_that_a_container_has_no_memory_for_are_refused(tmp_path: Path) -> None:
     """The system would end the process when it has written so many."""
     root = container(tmp_path, memory_max=str(1 << 30))
-    check_room(RolloutConfig(num_blocks=1024), 1024, 1 << 20, root)
+    check_room(RolloutConfig(num_blocks=1024), 1024, 1 << 20, 0, 0, root)
     refused = r"KV blocks need 1.000977 GiB, and this process's container may have 1.000000 \(num_blocks=1025, "
     with pytest.raises(ValueError, match=refused):
-        check_room(RolloutConfig(num_blocks=1025), 1025, 1 << 20, root)
-    check_room(RolloutConfig(num_blocks=1025), 1025, 1 << 20, tmp_path / "none")
+        check_room(RolloutConfig(num_blocks=1025), 1025, 1 << 20, 0, 0, root)
+    check_room(RolloutConfig(num_blocks=1025), 1025, 1 << 20, 0, 0, tmp_path / "none")
+
+
+def test_so_are_states_of_recurrent_layers_beside_them(tmp_path: Path) -> None:
+    root = container(tmp_path, memory_max=str(1 << 30))
+    config = RolloutConfig(num_blocks=512, max_num_seqs=8)
+    check_room(config, 512, 1 << 20, 1 << 28, 1 << 28, root)
+    refused = re.escape(
+        "512 KV blocks + live states of recurrent layers + cached states need 0.500000 + 0.250000 + 0.250977 = "
+        "1.000977 GiB, and this process's container may have 1.000000 (num_blocks=512, kv_cache_gb=None, "
+        "max_model_len=None, max_num_seqs=8, state_cache_gb=None): give a smaller num_blocks, kv_cache_gb, "
+        "max_model_len, max_num_seqs or state_cache_gb"
+    )
+    with pytest.raises(ValueError, match=f"^{refused}$"):
+        check_room(config, 512, 1 << 20, 1 << 28, (1 << 28) + (1 << 20), root)
+    without_pages = "^live states of recurrent layers need 2.000000 GiB, .*: give a smaller max_num_seqs$"
+    with pytest.raises(ValueError, match=without_pages):
+        check_room(config, 512, 0, 1 << 31, 0, root)
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_num_seqs", 4), ("state_cache_gb", 0.01)])
+def test_a_worker_is_built_where_its_states_have_room_and_not_with_more(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: float
+) -> None:
+    """To the byte; and a sequence that has no block does not run, so it needs no state."""
+    model = bound_model("NemotronH")
+    small = {"num_blocks": 4, "block_size": 64, "max_model_len": 64, "max_num_seqs": 2, "state_cache_gb": 0}
+    config = RolloutConfig(**small | {field: value})
+    shape = MemoryShape.of(model, config)
+    needed = 4 * shape.bytes_per_block() + shape.bytes_of_states()
+    monkeypatch.setattr(pool_sizes, "memory_limit", lambda root: needed)
+    with RolloutWorker(model, config=config) as worker:
+        assert len(worker.generate([[1, 2, 3]])) == 1
+    monkeypatch.setattr(pool_sizes, "memory_limit", lambda root: needed - 1)
+    with pytest.raises(ValueError, match=f"need .* GiB, and this process's container may have .*{field}={value}"):
+        RolloutWorker(model, config=config)
+    more_seats = {"max_num_seqs": 99, "enable_prefix_caching": False, "state_cache_gb": None}
+    RolloutWorker(model, config=replace(config, **more_seats)).close()
