@@ -151,7 +151,9 @@ class CheckpointPolicy(ResumePolicy):
         reached = {position for position in entry.checkpoints_due if position <= end}
         entry.checkpoints_due -= reached
         reached |= self._left_by_waiting(entry, end)
-        taken = ((position, self.pool.take()) for position in sorted(reached))
+        # Cached blocks are computed again for scores, and for a state behind the last of them: none gives way for what
+        # is there already.
+        taken = ((position, self.pool.take()) for position in sorted(reached) if not self._is_kept(entry, position))
         return tuple((position, checkpoint) for position, checkpoint in taken if checkpoint is not None)
 
     def wake_followers(self, digest: bytes, publisher: Sequence) -> list[Sequence]:
@@ -167,6 +169,12 @@ class CheckpointPolicy(ResumePolicy):
         if 0 < number <= num_published and not gone_on:
             block = self._tables.blocks(sequence.slot)[number - 1]
             self.pool.save(sequence.slot, self._index.by_block[block])
+
+    def _is_kept(self, entry: CacheEntry, position: int) -> bool:
+        """Tell whether the block that ends at this position has its checkpoint, which is the newest then."""
+        number = position // self._size
+        blocks = self._tables.blocks(entry.sequence.slot)
+        return number <= entry.num_published and self.pool.renew(blocks[number - 1])
 
     def _left_by_waiting(self, entry: CacheEntry, end: int) -> set[int]:
         """Return the block boundaries that this step reaches at which a chain that waits leaves this one."""

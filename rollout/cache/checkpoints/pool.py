@@ -104,6 +104,13 @@ class CheckpointPool:
         """Free the slot of a prompt's state; forks of the coming step may still copy it."""
         self._free_after_moves.append(held)
 
+    def renew(self, block: int) -> bool:
+        """Make the checkpoint of a block the newest, if it has one; tell whether it has."""
+        if block not in self.by_block:
+            return False
+        self.by_block.move_to_end(block)
+        return True
+
     def take(self) -> int | None:
         """Take a slot for a new checkpoint; None when the budget holds none."""
         if self._free:

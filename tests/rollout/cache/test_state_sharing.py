@@ -146,3 +146,30 @@ def test_a_hit_that_resumes_at_the_first_token_is_a_counted_miss(
     assert request.sequences[0].kv.num_cached_tokens == (0 if missed else (length - 1) // 4 * 4)
     counters = engine.cache.checkpoints.counters
     assert (counters.misses_no_checkpoint, counters.misses_evicted, counters.misses_diverged) == (missed, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_states", "again"),
+    [(18, 3, {"prompt_logprobs": 0}), (16, 6, {})],
+    ids=["scored", "of whole blocks"],
+)
+def test_a_state_that_is_there_is_not_taken_again(
+    make: Make, make_request: MakeRequest, oracle: Oracle, length: int, num_states: int, again: dict[str, int]
+) -> None:
+    """Three prompts of two blocks and a budget for their states: when one is computed again to be scored, or comes
+    again as whole blocks whose last token has to be computed, the states of the two others stay."""
+    engine = make(num_checkpoints=num_states, block_size=8, max_num_batched_tokens=64)
+    first, second, third = ([number, *STEM[: length - 1]] for number in (50, 60, 70))
+    for name, prompt in (("a", first), ("b", second), ("c", third)):
+        run(engine, make_request(name, prompt, max_tokens=1))
+    pool = engine.cache.checkpoints
+    kept = set(pool.by_block)
+    assert len(kept) == num_states
+    run(engine, make_request("again", third, max_tokens=1, **again))
+    assert set(pool.by_block) == kept
+    for name, prompt in (("a again", first), ("b again", second)):
+        request = make_request(name, [*prompt, 90], max_tokens=2)
+        run(engine, request)
+        assert request.sequences[0].kv.num_cached_tokens == 16
+        assert request.sequences[0].output_ids.tolist() == oracle([*prompt, 90], 0, 2)
+    assert pool.counters.misses_evicted == 0
