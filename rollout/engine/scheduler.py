@@ -83,8 +83,9 @@ class Scheduler:
             self.waiting.discard(sequence)
             self.cache.forget(sequence)
             sequence.schedule.siblings = []  # they end with it
-        self.num_unfinished -= len(gone)
+        # In this order: another thread that counts those that wait meanwhile finds too many, never fewer than none.
         self.running = [sequence for sequence in self.running if sequence not in gone]
+        self.num_unfinished -= len(gone)
 
     def schedule(self) -> StepPlan:
         """Plan the next step, admitting and preempting as memory allows."""

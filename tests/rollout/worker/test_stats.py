@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.requests.request import Request
+from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
 
@@ -62,3 +62,25 @@ def test_steps_without_work_leave_the_cache_alone(
     for _ in range(3):
         assert engine.step() == []
     assert (content(), worker_stats(engine)) == (before, numbers)
+
+
+def test_fewer_than_none_never_wait(make_engine: Callable[..., Engine], make_request: Callable[..., Request]) -> None:
+    """Not even while the ones that ended are taken out of those that run, where another thread may ask."""
+    engine = make_engine()
+    counts: list[float] = []
+
+    class Running(list[Sequence]):
+        def __iter__(self) -> Iterator[Sequence]:
+            counts.append(worker_stats(engine)["waiting"])
+            yield from super().__iter__()
+            counts.append(worker_stats(engine)["waiting"])
+
+    for name, prompt in (("a", PROMPT[:4]), ("b", PROMPT[4:8])):
+        engine.add(make_request(name, prompt, max_tokens=2))
+    engine.step()
+    engine.scheduler.running = Running(engine.scheduler.running)
+    engine.step()
+    assert not engine.has_work
+    assert counts
+    assert min(counts) == 0
+    assert worker_stats(engine)["waiting"] == 0
