@@ -352,7 +352,8 @@ class RolloutWorker(Closing):
         return self._status.incomplete is None and "weights" not in self.sleeping
 
     def after_steps(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the generation thread after each step, while the worker lives. It must not wait."""
+        """Call `listener` after each step, while the worker lives: in the generation thread, or that of a command which
+        finds a step in flight. It must not wait."""
         self._thread.after_steps(listener)
 
     def open_cache_journal(self, incarnation: int) -> CacheJournal:

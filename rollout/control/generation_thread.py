@@ -103,7 +103,8 @@ class GenerationThread:
         self._wake.ring()
 
     def after_steps(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in this thread after each step that committed tokens. It must not wait."""
+        """Call `listener` after each step that committed tokens: in this thread, or that of a command which commits the
+        step in flight. It must not wait."""
         self._listeners = (*self._listeners, listener)
 
     def abort_where(self, concerned: Callable[[Request], bool]) -> None:

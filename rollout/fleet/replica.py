@@ -157,7 +157,7 @@ class ReplicaSide(AsyncWorker):
         return self._journal
 
     def _stepped(self) -> None:
-        """Note that a step has ended. In the generation thread."""
+        """Note that a step has ended. In the thread that commits it."""
         if not self._told and self._loop is not None and self._has_news():
             self._told = True
             with suppress(RuntimeError):  # the loop was closed

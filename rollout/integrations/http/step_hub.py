@@ -26,7 +26,7 @@ class StepHub:
         self._called = False
 
     def stepped(self) -> None:
-        """Note that a step has ended. In the generation thread."""
+        """Note that a step has ended. In the thread that commits it."""
         if self._waiting and not self._called and self._loop is not None:
             self._called = True
             with suppress(RuntimeError):  # the loop was closed
