@@ -2,8 +2,8 @@
 
 What a cache and a sequence share
 ---------------------------------
-* A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed` and of `kv`
-  `write_from` and `num_cached_tokens`. It writes nothing else of a sequence or its request.
+* A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed` and
+  `kv.write_from`. It writes nothing else of a sequence or its request.
 * It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `prompt_logprobs_wanted`, of `schedule`
   `num_ahead`, and of the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `sequences` and
   `error`.

@@ -143,12 +143,9 @@ class Scheduler:
     def drop(self, plan: StepPlan) -> None:
         """Take back what this step computed: its sequences stand where they stood before it."""
         for item in plan.items:
-            sequence = item.sequence
             self.cache.checkpoints.free_captured(item.captures)
             if item.forks:
-                sequence.schedule.siblings = list(item.forks)
-            if sequence.kv.version is None:  # what it found in the cache goes with it
-                sequence.kv.num_cached_tokens = None
+                item.sequence.schedule.siblings = list(item.forks)
 
     def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
         """Let the samples that took their first token from the leader's logits go on by themselves."""

@@ -136,7 +136,8 @@ class KVHistory:
     spans_before: those of a sample that does not run: as of its preemption, or of the prompt that another sample has
         computed for it.
     write_from: KV below it is shared, and not written.
-    num_cached_tokens: prompt tokens that were not computed for it, since others had been; None before it first ran.
+    num_cached_tokens: prompt tokens that were not computed for it, since others had been; None before anything of it
+        was computed.
     """
 
     version: int | None = None
@@ -299,14 +300,14 @@ class Sequence:
         """Begin behind `start` tokens, in blocks that have the KV of the first `write_from`; the cache calls this."""
         self.num_computed = start
         self.kv.write_from = write_from
-        if self.kv.num_cached_tokens is None:
-            self.kv.num_cached_tokens = min(start, self.num_prompt_tokens)
 
     def mark_computed(self, start: int, length: int, version: int) -> bool:
         """Note that positions `start .. start + length - 1` were computed; KV up to `write_from` was there before, from
         the step in which this sequence was admitted. Tell whether they are the first under these weights."""
         is_first = self.kv.version != version
         if is_first:
+            if self.kv.num_cached_tokens is None:  # not at the admission: the step may be dropped
+                self.kv.num_cached_tokens = min(start, self.num_prompt_tokens)
             self._go_on_under(version)
         self.num_computed = start + length
         return is_first
@@ -356,7 +357,7 @@ class Sequence:
 
     def forget_computed(self) -> None:
         """Wait again: the tokens stay, their KV is gone."""
-        self.kv = KVHistory(spans_before=self.kv_spans, num_cached_tokens=self.kv.num_cached_tokens or 0)
+        self.kv = KVHistory(spans_before=self.kv_spans, num_cached_tokens=self.kv.num_cached_tokens)
         self.num_computed = 0
         if self.prompt_scores is not None and not self.num_new_tokens:
             self.prompt_scores.wanted = self.num_prompt_tokens > 1  # again: those of before may be of other weights

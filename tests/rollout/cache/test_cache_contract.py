@@ -31,7 +31,7 @@ WRITTEN = {
     Request: set(),
     Sequence: {"slot", "num_computed"},
     Schedule: set(),
-    KVHistory: {"write_from", "num_cached_tokens"},
+    KVHistory: {"write_from"},
 }
 
 

@@ -19,9 +19,10 @@ from samebit.rollout.requests.block_digests import ChainHasher, TokenChain
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import WeightMismatchError
+from samebit.weight_sync.in_place.watch import WeightWatch
 
 from ...patience import HANG
-from ..conftest import tracked
+from ..conftest import TinyModule, tracked
 from .cache_integrity import check_cache, num_unswept, owned_blocks
 from .engine_runs import run
 
@@ -609,3 +610,65 @@ def test_what_a_preempted_request_finds_again_is_no_hit_of_its_prompt(
         engine.step()
     assert engine.cache.counters.tokens_skipped > skipped, "it resumed on its own blocks"
     assert request.sequences[0].kv.num_cached_tokens == (8 if warm else 0)
+
+
+# -- what is reported of a step that is dropped ----------------------------------------------------
+
+
+class Moving:
+    """An engine over weights that are written, without a word, while its next step computes."""
+
+    def __init__(self, make_engine: Make, **options: int) -> None:
+        self.module = TinyModule()
+        self.engine = make_engine(watch=WeightWatch(self.module), **options)
+
+    def lose_a_step(self) -> None:
+        self.engine.runner.meanwhile = self._move
+        self.engine.step()
+        assert self.engine.counters.untold_updates == 1
+
+    def _move(self) -> None:
+        self.engine.runner.salt = 1
+        with torch.no_grad():
+            self.module.proj.bias.add_(1)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_what_is_found_behind_a_step_that_was_dropped_is_reported(
+    make_engine: Make, make_request: MakeRequest, run_ahead: bool
+) -> None:
+    moving = Moving(make_engine, run_ahead=run_ahead)
+    engine, first, second = moving.engine, *(make_request(name, PROMPT[:10], max_tokens=9) for name in "ab")
+    engine.add(first)
+    engine.step()
+    engine.settle()
+    engine.add(second)
+    moving.lose_a_step()
+    run(engine)
+    assert [request.sequences[0].reported_cached_tokens for request in (first, second)] == [0, 8]
+
+
+def test_what_the_first_admission_found_outlives_a_later_one_that_was_dropped(
+    make_engine: Make, make_request: MakeRequest
+) -> None:
+    moving = Moving(make_engine)
+    engine, request = moving.engine, make_request("a", PROMPT[:10], max_tokens=9)
+    run(engine, make_request("before", PROMPT[:9], max_tokens=1))
+    engine.add(request)
+    engine.step()
+    engine.preempt_all()
+    moving.lose_a_step()
+    run(engine)
+    assert request.sequences[0].reported_cached_tokens == 8
+
+
+def test_a_sample_that_only_a_dropped_step_admitted_skipped_the_whole_prompt(
+    make_engine: Make, make_request: MakeRequest
+) -> None:
+    moving = Moving(make_engine)
+    engine, group = moving.engine, make_request("group", PROMPT[:10], n=2, max_tokens=9)
+    engine.add(group)
+    engine.step()
+    moving.lose_a_step()
+    engine.abort(["group"])
+    assert [sample.reported_cached_tokens for sample in group.sequences] == [0, 10]
