@@ -38,7 +38,6 @@ from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.folder_names import FolderNames
 from samebit.weight_sync.manifest import live_tensors
 
-
 _READING = threading.Lock()
 
 
