@@ -12,6 +12,8 @@ have left: TRL and benchmarks collect on their own, and would go through all of 
 processes that tests start (started/sitecustomize.py).
 
 What is installed is looked up once: transformers and TRL would both go through all of it.
+
+No example of Hypothesis has a deadline: 200 milliseconds, by default, in which another process may have the cores.
 """
 
 from . import ending  # noqa: F401  (before all others)
@@ -31,6 +33,7 @@ from typing import Any
 import numba
 import pytest
 import torch
+from hypothesis import settings
 
 from . import forks
 from .order import longest_first, share_a_cluster
@@ -46,6 +49,8 @@ if not torch.cuda.is_available():
 numba.set_num_threads(1)
 torch.set_num_threads(1)
 gc.disable()
+settings.register_profile("without a deadline", settings(), deadline=None)
+settings.load_profile("without a deadline")
 importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 
 TESTS = Path(__file__).parent
@@ -69,7 +74,7 @@ def cluster() -> None:
 
     if ray.is_initialized():
         return
-    temporary = _cluster.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+    temporary = _cluster.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
     ray.init(
         num_cpus=4,
         include_dashboard=False,

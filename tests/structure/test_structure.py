@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from .imports import PACKAGES, ROOT, Import, attributes_of, find_cycles, module_files, parameters_of, read_imports
 
@@ -134,6 +135,11 @@ def test_nothing_has_more_parts_than_a_reader_holds(
     assert len(counts) > 500, "the parts were not found"
     large = {name: count for name, count in counts if count > most}
     assert not {name: count for name, count in large.items() if not any(fnmatch(name, one) for one in exempt)}
+
+
+def test_no_example_of_hypothesis_has_a_deadline() -> None:
+    """Another process may have the cores for longer than any."""
+    assert settings().deadline is None
 
 
 def test_every_folder_says_what_lives_there() -> None:
