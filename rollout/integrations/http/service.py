@@ -148,7 +148,8 @@ class Service:
         if asked.id in self.running:
             raise ApiError(409, f"a request with the id {asked.id!r} is running", param="request_id")
         handles: list[ServedHandle] = []
-        traced = nullcontext() if self.tracing is None else self.tracing.requests(asked.params, handles)
+        given_up: set[str] = set()
+        traced = nullcontext() if self.tracing is None else self.tracing.requests(asked.params, handles, given_up)
         counted = self.metrics.counted(asked.params, len(asked.prompts))
         with self.admission.enter(asked.samples), traced, counted as seen:
             self.running[asked.id] = handles
@@ -159,10 +160,10 @@ class Service:
                 yield handles
             finally:
                 del self.running[asked.id]
-                left = [handle.request_id for handle in handles if not handle.done]
-                if left:
-                    self.worker.abort(left)
-                seen.ended(handles)
+                given_up.update(handle.request_id for handle in handles if not handle.done)
+                if given_up:
+                    self.worker.abort(given_up)
+                seen.ended(handles, given_up)
 
     def _submit(self, prompt: Prompt, asked: Asked, name: str, index: int) -> ServedHandle:
         try:

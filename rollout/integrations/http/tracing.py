@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,16 +56,21 @@ class Tracing:
         return traced
 
     @contextmanager
-    def requests(self, params: SamplingParams, handles: Sequence[ServedHandle]) -> Iterator[None]:
-        """Write a span for each of the handles that there are at the end of the block."""
+    def requests(self, params: SamplingParams, handles: Sequence[ServedHandle], given_up: Set[str]) -> Iterator[None]:
+        """Write a span for each of the handles that there are at the end of the block; of those that are `given_up` by
+        then, by their ids, without what an abort makes of them sooner or later."""
         began = time.time_ns()
         try:
             yield
         finally:
             for handle in handles:
-                self._write(params, handle, began)
+                output = None if handle.request_id in given_up else _output(handle)
+                self._write(params, handle, output, began)
 
-    def _write(self, params: SamplingParams, handle: ServedHandle, began: int) -> None:
+    def _write(
+        self, params: SamplingParams, handle: ServedHandle, output: RequestOutput | Exception | None, began: int
+    ) -> None:
+        """Write the span of a request that has ended so; None: it was given up."""
         span = self._tracer.start_span("llm_request", kind=SpanKind.SERVER, start_time=began)
         ended = time.time_ns()
         span.set_attributes(
@@ -80,7 +85,6 @@ class Tracing:
         )
         if params.max_tokens is not None:
             span.set_attribute("gen_ai.request.max_tokens", params.max_tokens)
-        output = _output(handle)
         if isinstance(output, RequestOutput):
             span.set_attributes(_usage(output))
             self._stages(output, trace.set_span_in_context(span), began)
@@ -119,10 +123,8 @@ def tracing_to(endpoint: str, model: str) -> Tracing:
     return Tracing(provider.get_tracer("samebit"), model)
 
 
-def _output(handle: ServedHandle) -> RequestOutput | Exception | None:
-    """Return how a request has ended; None if it was left running."""
-    if not handle.done:
-        return None
+def _output(handle: ServedHandle) -> RequestOutput | Exception:
+    """Return how a request has ended."""
     try:
         return handle.result(0)
     except Exception as error:  # boundary: its own caller has heard of it

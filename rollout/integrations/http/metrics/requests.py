@@ -6,7 +6,7 @@ Invariant: a request is observed once, when it has left the server, whatever end
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,10 +31,13 @@ class Seen:
     metrics: RequestMetrics
     n: int
 
-    def ended(self, handles: Iterable[ServedHandle]) -> None:
-        """Observe the results of these requests."""
+    def ended(self, handles: Iterable[ServedHandle], given_up: Set[str]) -> None:
+        """Observe the results of these requests; of those that are `given_up`, by their ids, that they were."""
         for handle in handles:
-            self.metrics.observe(handle, self.n)
+            if handle.request_id in given_up:
+                self.metrics.abandoned(self.n)
+            else:
+                self.metrics.observe(handle)
 
 
 class _Times:
@@ -118,11 +121,12 @@ class RequestMetrics:
         """Observe the time between two tokens of a stream."""
         self._times.between.observe(seconds)
 
-    def observe(self, handle: ServedHandle, n: int) -> None:
-        """Observe a request of `n` samples that has left the server; where its client left first, all are aborted."""
-        if not handle.done:
-            self._success.labels(*self._labels, "abort").inc(n)
-            return
+    def abandoned(self, n: int) -> None:
+        """Count a request of `n` samples that has left the server before it had ended: all are aborted."""
+        self._success.labels(*self._labels, "abort").inc(n)
+
+    def observe(self, handle: ServedHandle) -> None:
+        """Observe a request that has left the server when it had ended."""
         try:
             output = handle.result(0)
         except Exception:  # boundary: its own caller has heard of it
