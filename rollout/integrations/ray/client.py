@@ -163,7 +163,8 @@ class RayWorker(Closing):
 
     @property
     def weight_version(self) -> int:
-        return self.health().weight_version
+        state: Health = wait_for(self.actor.health.remote())
+        return state.weight_version
 
     def join_group(self, init_method: str, world_size: int, rank: int, backend: str = "gloo") -> None:
         """Join a group as `RolloutActor.join_group` does. Waits for the other ranks."""
