@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 ENDING = (signal.SIGINT, signal.SIGTERM)
 UNUSABLE = 2
 BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection may be idle: longer than clients keep one (httpx 5 s, aiohttp 15 s), or one would send its next
+request on a connection that is being closed, and a POST is not sent again."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,6 +194,7 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=settings.shutdown_seconds,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
