@@ -87,6 +87,16 @@ def test_a_group_without_a_world(make_group: Callable[..., Any]) -> None:
         assert torch.equal(target.bias, source.bias)
 
 
+def test_a_store_listens_where_another_has_just_ended() -> None:
+    """Whose connections the system remembers for a minute: a trainer that is started again has its address."""
+    store = listening_store("127.0.0.1")
+    port = store.port
+    client = connected_store("127.0.0.1", port)
+    client.set("known", "to it")
+    del store
+    assert listening_store("127.0.0.1", port).port == port
+
+
 def test_a_group_that_a_rank_does_not_join(make_group: Callable[..., Any]) -> None:
     store = listening_store("127.0.0.1")
     with ThreadPoolExecutor(1) as other:

@@ -20,8 +20,12 @@ _CAME, _ALL_CAME = "samebit/came", "samebit/all_came"
 
 
 def listening_store(host: str, port: int = 0) -> TCPStore:
-    """Return a store at which the ranks of a new group meet, on this address only; `port` 0 takes any free one."""
+    """Return a store at which the ranks of a new group meet, on this address only; `port` 0 takes any free one.
+
+    As torch's own does, it listens where another has just ended.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
