@@ -31,7 +31,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from samebit.benchmarks.engines import commands, http_servers
-from samebit.benchmarks.engines.http_servers import Answers, CompletionServer, free_port, ready
+from samebit.benchmarks.engines.http_servers import Answers, CompletionServer, ready, reserved_port
 from samebit.benchmarks.rounds import results_file
 from samebit.benchmarks.rounds.turns import REST, Spread, spread
 from samebit.benchmarks.workloads import models
@@ -197,18 +197,18 @@ def _computing_cpu(pid: int) -> float:
 def serving(folder: Path) -> Iterator[Server]:
     """Start a server in a process of its own."""
     flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--num-threads", "1", "--kv-cache-gb", str(CONFIG.kv_cache_gb)]
-    port, inner = free_port(), free_port()
-    ports = ["--port", str(port), "--control", "loopback", "--control-port", str(inner)]
-    command = [sys.executable, "-m", "samebit.rollout.cli", "serve", str(folder), *flags, *ports]
-    process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT})
-    try:
-        base = f"http://127.0.0.1:{port}"
-        if not ready(process, f"{base}/readiness"):
-            raise RuntimeError(f"the server ended with exit code {process.returncode}")
-        yield Server(process, base, f"http://127.0.0.1:{inner}")
-    finally:
-        process.terminate()
-        process.wait()
+    with reserved_port() as port, reserved_port() as inner:
+        ports = ["--port", str(port), "--control", "loopback", "--control-port", str(inner)]
+        command = [sys.executable, "-m", "samebit.rollout.cli", "serve", str(folder), *flags, *ports]
+        process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT})
+        try:
+            base = f"http://127.0.0.1:{port}"
+            if not ready(process, f"{base}/readiness"):
+                raise RuntimeError(f"the server ended with exit code {process.returncode}")
+            yield Server(process, base, f"http://127.0.0.1:{inner}")
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def beside_vllm(model: commands.Model, vllm: commands.Vllm, sizes: Sizes) -> dict[str, Spread]:

@@ -117,10 +117,8 @@ def serving(command: Callable[[int], Command], name: str) -> Iterator[Completion
     Raises:
         RuntimeError: the process ended before; with the end of what it wrote.
     """
-    port = free_port()
-    one = command(port)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
+        one, log = command(port), Path(folder) / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
                 one.line(), stdout=output, stderr=output, text=True, cwd=folder, env=one.variables(),
@@ -147,7 +145,12 @@ def ready(process: subprocess.Popen[Any], url: str) -> bool:
     return False
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Hold a port of the loopback interface for the length of the block: no other process is given it, and a server
+    that is told it can listen there, as all that are written for Linux do (`SO_REUSEADDR`)."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
-    return port
+        yield port

@@ -2,6 +2,8 @@
 
 import json
 import math
+import socket
+import struct
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from .test_beside_vllm import TINY
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
+IP_LOCAL_PORT_RANGE = 51
 
 
 def stand_in(port: int, fault: str = "none") -> Command:
@@ -80,6 +83,22 @@ def test_a_server_that_does_not_start_is_named() -> None:
         http_servers.serving(lambda port: stand_in(port, "dies"), "any"),
     ):
         pass
+
+
+@pytest.mark.parametrize("reuse", [0, 1])
+def test_a_reserved_port_is_for_the_server_that_is_told_it(reuse: int) -> None:
+    """Who asks for any port, and may be given this one alone, gets none."""
+    with http_servers.reserved_port() as port:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            try:
+                other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("=I", port << 16 | port))
+            except OSError as error:
+                pytest.skip(f"Linux has this since 6.3: {error}")
+            with pytest.raises(OSError, match="Address already in use"):
+                other.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass
 
 
 def test_samebits_own_server_answers_the_client(tmp_path: Path) -> None:
