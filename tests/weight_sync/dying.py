@@ -4,6 +4,7 @@ Each line on stdin is JSON: `role` ("sender", "delta sender", "gloo sender" or "
 a receiver, of a store for gloo), `calls`: at which call of a function of samebit.weight_sync to die, or null to live
 and print how many there were. (One that should have died and made fewer calls says nothing.) A sender over shared
 memory first says where it is. A delta sender sends all weights, changes some, and dies while it sends the changes.
+A receiver counts from the announcement on: a sender that a receiver leaves before that waits for the next one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from samebit.weight_sync import (
     apply_weights,
     gloo_group,
 )
+from samebit.weight_sync.wire.link import Announcement
 
 BUCKET = 4096
 TIMEOUT = 1800
@@ -65,7 +67,14 @@ def live(task: dict[str, Any]) -> None:
         sender = BroadcastSender(gloo_group(store, 0, 2, timeout=TIMEOUT), bucket_bytes=BUCKET, timeout=TIMEOUT)
     else:
         end = SharedMemoryReceiver(task["address"], timeout=TIMEOUT)
-        sys.setprofile(counter)
+        listen = end.listen
+
+        def listen_and_count(most_bytes: int) -> Announcement:
+            announcement = listen(most_bytes)
+            sys.setprofile(counter)
+            return announcement
+
+        end.listen = listen_and_count
         apply_weights(weights, end)
     delta = task["role"] == "delta sender"
     if delta:

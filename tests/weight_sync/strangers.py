@@ -22,6 +22,8 @@ from samebit.weight_sync.transports.shared_buckets import SharedBuckets
 from samebit.weight_sync.transports.shared_memory import SharedFile
 from samebit.weight_sync.wire.patience import Patience
 
+from ..patience import HANG
+
 BUCKET = 1024
 DEEP = b"[" * 100_000
 EVIL: list[Any] = [
@@ -78,11 +80,12 @@ def framed(content: bytes) -> bytes:
 
 
 class RawSender(Channel):
-    """The sender's end of a connection, which says what the test wants."""
+    """The sender's end of a connection to this receiver, which says what the test wants."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        super().__init__(connected, Patience(20))
+    def __init__(self, connected: socket.socket, receiver: SharedMemoryReceiver) -> None:
+        super().__init__(connected, Patience(HANG))
         self.raw = connected
+        self.receiver = receiver
         self.memory = SharedBuckets.create(BUCKET)
 
     def hand_over(self) -> None:
@@ -90,12 +93,12 @@ class RawSender(Channel):
 
 
 @contextmanager
-def receiving_from_a_stranger(model: nn.Module, *, timeout: float = 20) -> Iterator[tuple[RawSender, Any]]:
+def receiving_from_a_stranger(model: nn.Module, *, timeout: float = HANG) -> Iterator[tuple[RawSender, Any]]:
     """A raw sender, and the future of the `apply_weights` that listens to it."""
     endpoint = Endpoint()
     with endpoint, SharedMemoryReceiver(endpoint.address, timeout=timeout) as end, ThreadPoolExecutor(1) as other:
         received = other.submit(apply_weights, model, end)
-        stranger = RawSender(endpoint.accept(time.monotonic() + 20))
+        stranger = RawSender(endpoint.accept(time.monotonic() + HANG), end)
         try:
             yield stranger, received
         finally:
@@ -107,8 +110,8 @@ def sending_to_a_stranger(sender: SharedMemorySender, model: nn.Module) -> Itera
     """A raw receiver, its socket, and the future of the `send` that talks to it."""
     with ThreadPoolExecutor(1) as other:
         sent = other.submit(sender.send, model)
-        connected = connect(sender.address, 20)
-        stranger = Channel(connected, Patience(20))
+        connected = connect(sender.address, HANG)
+        stranger = Channel(connected, Patience(HANG))
         try:
             yield stranger, connected, sent
         finally:

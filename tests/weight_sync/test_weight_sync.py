@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 from pathlib import Path
 
@@ -385,13 +386,25 @@ def test_one_name_in_two_files_is_refused(tmp_path: Path) -> None:
 # -- a link ----------------------------------------------------------------------------------------
 
 
-def test_a_sender_that_waits_for_a_receiver_ends_when_it_is_closed() -> None:
+def test_a_sender_that_waits_for_a_receiver_ends_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = SharedMemorySender(timeout=HANG)
-    closing = threading.Timer(0.1, sender.close)
+    listener, accept, waits = sender.link._endpoint._listener, socket.socket.accept, threading.Event()
+
+    def noted(one: socket.socket) -> tuple[socket.socket, object]:
+        if one is listener:
+            waits.set()
+        return accept(one)
+
+    def close() -> None:
+        assert waits.wait(HANG)
+        sender.close()
+
+    monkeypatch.setattr(socket.socket, "accept", noted)
+    closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(PeerLostError, match="closed before a receiver connected"):
         sender.send(Model())
-    closing.join()
+    closing.join(HANG)
 
 
 def test_a_stream_that_does_not_fit_is_gone_through_without_a_worker_too() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import socket
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,7 +43,16 @@ from samebit.weight_sync.wire.link import MOST_BYTES, Announcement, Answer, Base
 from samebit.weight_sync.wire.patience import Patience
 
 from ..patience import HANG
-from .strangers import BUCKET, DEEP, EVIL, framed, mutated, receiving_from_a_stranger, sending_to_a_stranger
+from .strangers import (
+    BUCKET,
+    DEEP,
+    EVIL,
+    RawSender,
+    framed,
+    mutated,
+    receiving_from_a_stranger,
+    sending_to_a_stranger,
+)
 
 WEIGHT = TensorSpec("weight", (3, 100), torch.bfloat16)
 HEADER = BucketHeader(0, 128, Ending.LAST, (1 << 64) - 1, 7)
@@ -254,44 +268,59 @@ def test_a_model_with_very_many_tensors_may_be_announced() -> None:
 # -- patience --------------------------------------------------------------------------------------
 
 
-def talk(say: object, seconds: float = 8.0) -> None:
-    """Say it until nobody listens any more."""
-    end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end:
-            say()  # type: ignore[operator]
-            time.sleep(0.02)
-    except (SyncBrokenError, OSError):
-        return
-    raise AssertionError("it is still listened to")
+SHORT = 0.3
+"""Seconds that an end waits while nothing moves. Who talks to it may be later than that, too."""
 
 
-def _empty_buckets(stranger: object) -> object:
+def talk(sayings: Iterable[Callable[[], object]]) -> None:
+    """Say one after the other until nobody listens any more."""
+    pause, end = threading.Event(), time.monotonic() + HANG
+    with suppress(SyncBrokenError, OSError):
+        for say in sayings:
+            say()
+            assert time.monotonic() < end, "it is still listened to"
+            pause.wait(0.02)
+
+
+def _empty_buckets(stranger: RawSender) -> Iterator[Callable[[], None]]:
     """Whole, sealed, in turn, and without a byte of weights."""
-    sequence = iter(range(1 << 20))
     writer = BucketWriter(np.zeros(BUCKET, np.uint8))
-
-    def say() -> None:
-        number = next(sequence)
-        stranger.send(Full(1, number % 2, writer.seal(number, Ending.MORE, 0), ()))  # type: ignore[attr-defined]
-
-    return say
+    for number in itertools.count():
+        yield partial(stranger.send, Full(1, number % 2, writer.seal(number, Ending.MORE, 0), ()))
 
 
-@pytest.mark.parametrize("what", ["empty buckets", "another sync", "a byte at a time", "leftovers before it begins"])
-def test_a_sender_that_talks_without_weights_is_left_at_the_deadline(what: str) -> None:
-    with receiving_from_a_stranger(Model(), timeout=0.3) as (stranger, received):
+def _bytes(raw: socket.socket) -> Iterator[Callable[[], None]]:
+    """A message that comes a byte at a time."""
+    length = (1 << 16).to_bytes(4, "big")
+    return (partial(raw.sendall, part) for part in itertools.chain([length], itertools.repeat(b" ")))
+
+
+def _leftovers(stranger: RawSender) -> Iterator[Callable[[], None]]:
+    """Buckets of another sync."""
+    return itertools.repeat(partial(stranger.send, Full(9, 0, HEADER, ())))
+
+
+@pytest.mark.parametrize(
+    "sayings",
+    [_empty_buckets, _leftovers, lambda stranger: _bytes(stranger.raw)],
+    ids=["empty buckets", "another sync", "a byte at a time"],
+)
+def test_a_sender_that_talks_without_weights_is_left_at_the_deadline(
+    sayings: Callable[[RawSender], Iterable[Callable[[], object]]],
+) -> None:
+    with receiving_from_a_stranger(Model()) as (stranger, received):
         stranger.hand_over()
-        if what != "leftovers before it begins":
-            stranger.send(Announcement(ANNOUNCED, sync=1))
-            stranger.receive(Answer)
-        if what == "empty buckets":
-            talk(_empty_buckets(stranger))
-        elif what == "a byte at a time":
-            stranger.raw.sendall((1000).to_bytes(4, "big"))
-            talk(lambda: stranger.raw.sendall(b" "))
-        else:
-            talk(lambda: stranger.send(Full(9, 0, HEADER, ())))
+        stranger.receiver.patience.seconds = SHORT  # from the announcement on
+        stranger.send(Announcement(ANNOUNCED, sync=1))
+        stranger.receive(Answer)
+        talk(sayings(stranger))
+        with pytest.raises(SyncTimeoutError, match=r"moved no weights for 0\.3 seconds"):
+            received.result(HANG)
+
+
+def test_a_sender_that_talks_before_it_begins_is_left_at_the_deadline() -> None:
+    with receiving_from_a_stranger(Model(), timeout=SHORT) as (stranger, received):
+        talk(itertools.chain([stranger.hand_over], _leftovers(stranger)))
         with pytest.raises(SyncTimeoutError, match=r"moved no weights for 0\.3 seconds"):
             received.result(HANG)
 
@@ -299,17 +328,14 @@ def test_a_sender_that_talks_without_weights_is_left_at_the_deadline(what: str) 
 @pytest.mark.parametrize("what", ["another sync", "a byte at a time"])
 def test_a_receiver_that_talks_is_left_at_the_deadline(what: str) -> None:
     with (
-        SharedMemorySender(bucket_bytes=BUCKET, timeout=0.3) as sender,
+        SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender,
         sending_to_a_stranger(sender, Model()) as (stranger, raw, sent),
     ):
         stranger.receive(SharedFile)
         stranger.receive(Announcement)
+        sender.link.patience.seconds = SHORT  # from the answer on
         stranger.send(Answer(sync=1))
-        if what == "another sync":
-            talk(lambda: stranger.send(Free(9, 0)))
-        else:
-            raw.sendall((1000).to_bytes(4, "big"))
-            talk(lambda: raw.sendall(b" "))
+        talk(itertools.repeat(partial(stranger.send, Free(9, 0))) if what == "another sync" else _bytes(raw))
         with pytest.raises(SyncTimeoutError, match=r"moved no weights for 0\.3 seconds"):
             sent.result(HANG)
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +63,7 @@ class WorkerProcesses:
         assert self._parent.returncode == 0
 
 
-def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
+def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the trainer waits for it, and before a sync; the third process has all weights, and the right ones."""
     trainer = tiny(1)
     tiny(2).save_pretrained(tmp_path)
@@ -78,8 +79,15 @@ def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
         worker.start()
         synced()
         assert worker.ask("begin") > 0
+        announced, listen = threading.Event(), sender.link._next
+
+        def listen_from_now() -> object:
+            announced.set()
+            return listen()
+
+        monkeypatch.setattr(sender.link, "_next", listen_from_now)
         sending = beside.submit(sender.send, trainer, delta=True)
-        time.sleep(0.2)
+        assert announced.wait(HANG)
         assert not sending.done(), "it waits for a worker that is in generate"
         began = time.monotonic()
         worker.kill()

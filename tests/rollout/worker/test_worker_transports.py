@@ -548,30 +548,29 @@ def test_neither_side_waits_for_ever(make_worker: MakeWorker) -> None:
     assert serves(worker)
 
 
-def test_a_sender_that_stalls_midway(odd_worker: Any) -> None:
+def test_a_sender_that_stalls_midway(odd_worker: Any, pair: tuple[Any, Any]) -> None:
+    sender, end = pair
     release = threading.Event()
     trainer = Odd()
     whole = {name: tensor for name, tensor in trainer.state_dict().items() if name != "head.weight"}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
+        end.patience.seconds = 0.3  # from the first bucket on
         for name, tensor in whole.items():
             yield name, tensor
             if name == "embed.weight":
                 release.wait(HANG)
 
     stream = WeightStream({name: TensorSpec.of(name, tensor) for name, tensor in whole.items()}, weights())
-    with (
-        SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender,
-        Faulty(sender.address, timeout=2) as end,
-    ):
-        sending = Sending(sender, stream)
-        with pytest.raises(SyncTimeoutError, match=r"moved no weights for 2 seconds"):
-            odd_worker.receive_weights(end)
-        with pytest.raises(WorkerStateError, match="weights incomplete"):
-            odd_worker.submit([1], FEW)
-        release.set()
-        assert isinstance(sending.result(), SyncBrokenError)
-        assert_recovers(odd_worker, sender, end)
+    sending = Sending(sender, stream)
+    with pytest.raises(SyncTimeoutError, match=r"moved no weights for 0\.3 seconds"):
+        odd_worker.receive_weights(end)
+    with pytest.raises(WorkerStateError, match="weights incomplete"):
+        odd_worker.submit([1], FEW)
+    release.set()
+    assert isinstance(sending.result(), SyncBrokenError)
+    end.patience.seconds = HANG
+    assert_recovers(odd_worker, sender, end)
 
 
 @pytest.mark.parametrize("when", ["before it connects", "before anything is sent", "while it writes", "afterwards"])
@@ -625,11 +624,13 @@ def test_an_update_that_stalls_stops_generation_no_longer_than_a_small_timeout(o
     release = threading.Event()
     with (
         SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender,
-        SharedMemoryReceiver(sender.address, timeout=0.3) as end,
+        SharedMemoryReceiver(sender.address, timeout=HANG) as end,
     ):
         real = sender.link.send_bucket
 
         def send_bucket(header: BucketHeader) -> None:
+            if header.sequence == number:
+                end.patience.seconds = 0.3  # from this bucket on
             real(header)
             while header.sequence == number and not release.wait(0.05):
                 sender.link._channel.send(Full(99, 0, header, ()))
