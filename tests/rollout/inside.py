@@ -23,6 +23,11 @@ def num_queued(lock: TurnLock) -> int:
     return len(lock._queue)
 
 
+def is_asked(worker: Any) -> bool:
+    """Return whether something waits for the end of a step: a command, a request that was submitted, an abort."""
+    return bool(num_waiting(worker) or worker._thread._inbox)
+
+
 def spill_file(worker: Any) -> int:
     """Return the descriptor of the file in which the worker's weights sleep."""
     return worker._weights.memory._copy._file.fileno()

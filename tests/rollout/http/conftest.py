@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ...patience import wait_until
 from .served import Served, build_folder, serving
 
 
@@ -16,3 +17,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     roots = ("--weight-root", str(folder.parent), "--max-n", "16", "--max-body-bytes", "200000", "--max-sessions", "2")
     with serving(folder, *flags, *roots) as one:
         yield one
+
+
+@pytest.fixture(autouse=True)
+def _idle_behind_each_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test ends with: the server of the next one is awake, goes on, and has nothing that runs."""
+    if "served" not in request.fixturenames:
+        yield
+        return
+    service = request.getfixturevalue("served").service
+    yield
+    service.worker.wake_up()
+    service.worker.resume()
+    wait_until(lambda: not service.running and all(service.worker.stats()[one] == 0 for one in ("running", "waiting")))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,13 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import samebit.rollout.integrations.http.metrics as metrics_package
+from samebit.benchmarks.engines.http_servers import reserved_port
 from samebit.rollout.integrations.http.metrics.worker import metric_name
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
-from ...patience import wait_until
+from ...patience import HANG, wait_until
 from ..conftest import FakeRunner
 from ..step_gate import StepGate
 from .served import NAME, Served
@@ -73,15 +73,29 @@ def test_the_numbers_are_the_workers(served: Served) -> None:
     assert not [name for name in stats if not {metric_name(name), f"samebit_{name}_total"} & after.keys()]
 
 
-def test_samples_that_nobody_waits_for_any_more_are_counted_each(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_samples_that_nobody_waits_for_any_more_are_counted_each(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """And nothing else of them, whether the abort has ended them by then or not."""
     worker, runner = make_worker()
-    runner.gate = StepGate()
-    service = Service(worker, ServeSettings(), NAME, None)
-    with service.submitted(Asked(id="mine", prompts=[Prompt([1, 2])], params=SamplingParams(n=8, max_tokens=30))):
-        runner.gate.wait_for_a_step()
-    labels = {"model_name": NAME, "engine": "0", "finished_reason": "abort"}
-    assert service.metrics.registry.get_sample_value("vllm:request_success_total", labels) == 8
-    runner.gate.release(100)
+    gate = runner.gate = StepGate()
+    service, abort = Service(worker, ServeSettings(), NAME, None), worker.abort
+
+    def abort_and_wait(ids: Iterable[str]) -> None:
+        abort(ids)
+        gate.release(100)
+        wait_until(lambda: handles[0].done)
+
+    if at_once:
+        monkeypatch.setattr(worker, "abort", abort_and_wait)
+    asked = Asked(id="mine", prompts=[Prompt([1, 2])], params=SamplingParams(n=8, max_tokens=30))
+    with service.submitted(asked) as handles:
+        gate.wait_for_a_step()
+    labels, told = {"model_name": NAME, "engine": "0"}, service.metrics.registry.get_sample_value
+    assert told("vllm:request_success_total", {**labels, "finished_reason": "abort"}) == 8
+    assert told("vllm:e2e_request_latency_seconds_count", labels) == 0
+    gate.release(100)
 
 
 def test_time_passes_between_the_tokens_of_a_stream(served: Served) -> None:
@@ -148,11 +162,6 @@ def test_a_prometheus_scrapes_what_is_told(served: Served, tmp_path: Path) -> No
 @contextmanager
 def scraping(config: Path, folder: Path) -> Iterator[Callable[[str], dict[str, float]]]:
     """Run a Prometheus for the length of the block; gives a function that asks it, and has the values by name."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = (f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}")
-    process = subprocess.Popen(["prometheus", *flags], stderr=subprocess.DEVNULL)
 
     def ask(query: str) -> dict[str, float]:
         assert process.poll() is None
@@ -164,8 +173,12 @@ def scraping(config: Path, folder: Path) -> Iterator[Callable[[str], dict[str, f
             return {}
         return {one["metric"]["__name__"]: float(one["value"][1]) for one in answer.json()["data"]["result"]}
 
-    try:
-        yield ask
-    finally:
-        process.terminate()
-        process.wait()
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        flags = (f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}")
+        process = subprocess.Popen(["prometheus", *flags], stderr=subprocess.DEVNULL)
+        try:
+            yield ask
+        finally:
+            process.terminate()
+            process.wait(HANG)

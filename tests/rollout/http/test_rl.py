@@ -31,6 +31,8 @@ from samebit.weight_sync import (
 from samebit.weight_sync.wire.link import Answer
 
 from ...patience import HANG, wait_until
+from ..held_steps import held_steps
+from ..inside import engine_of
 from .served import Served, build_folder, serving
 
 IDS = list(range(30))
@@ -121,19 +123,25 @@ def test_what_skyrl_asks_of_the_sampler_is_taken(served: Served) -> None:
 
 
 @pytest.fixture
-def running(served: Served) -> Iterator[list[dict[str, object]]]:
-    """A long request that runs; its answer is in the list when the test lets it end."""
+def steps(served: Served) -> Iterator[threading.Semaphore]:
+    """See held_steps."""
+    with held_steps(served.service.worker) as released:
+        yield released
+
+
+@pytest.fixture
+def running(served: Served, steps: threading.Semaphore) -> Iterator[list[dict[str, object]]]:
+    """A request that runs; its answer is in the list when the test lets it end."""
     answers: list[dict[str, object]] = []
     body = {"token_ids": IDS, "request_id": "long", "sampling_params": {"max_tokens": 1500, "ignore_eos": True}}
     thread = threading.Thread(target=lambda: answers.append(httpx.post(
         f"{served.base}/inference/v1/generate", json=body, timeout=None).json()))  # fmt: skip
     thread.start()
     wait_until(lambda: served.service.worker.stats()["running"] == 1)
-    answers_thread = thread
     yield answers
     served.command("/resume")
     served.command("/abort_requests", {"request_ids": None})
-    answers_thread.join()
+    thread.join(HANG)
 
 
 def test_pause_aborts_by_default(served: Served, running: list[dict[str, object]]) -> None:
@@ -147,13 +155,14 @@ def test_pause_aborts_by_default(served: Served, running: list[dict[str, object]
     assert served.http.get(f"{served.base}/readiness").status_code == 200
 
 
-def test_pause_keeps(served: Served, running: list[dict[str, object]]) -> None:
+def test_pause_keeps(served: Served, running: list[dict[str, object]], steps: threading.Semaphore) -> None:
     assert served.command("/pause?mode=keep").status_code == 200
-    steps = served.service.worker.stats()["steps"]
+    before = served.service.worker.stats()["steps"]
     assert served.command("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
-    assert served.service.worker.stats()["steps"] == steps
+    assert served.service.worker.stats()["steps"] == before
     served.command("/resume")
-    wait_until(lambda: served.service.worker.stats()["steps"] > steps + 3)
+    steps.release(4)
+    wait_until(lambda: served.service.worker.stats()["steps"] > before + 3)
     assert not running
     assert served.command("/abort_requests", {"request_ids": []}).json()["aborted"] == 0
     assert served.command("/abort_requests", {"request_ids": ["long", "unknown"]}).json()["aborted"] == 1
@@ -176,15 +185,18 @@ def test_a_prompt_whose_scoring_is_aborted_is_no_scored_prompt(served: Served) -
     assert (scored["finish_reason"], len(scored["logprobs"]["token_logprobs"])) == ("length", len(IDS))
 
 
-def test_pause_waits(served: Served) -> None:
-    ended = []
-    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 200, "ignore_eos": True}}
-    thread = threading.Thread(target=lambda: ended.append(served.post("/inference/v1/generate", body).json()))
-    thread.start()
-    wait_until(lambda: served.service.worker.stats()["running"] == 1)
-    assert served.command("/pause?mode=wait").status_code == 200
-    thread.join()
-    assert ended[0]["choices"][0]["finish_reason"] == "length"
+def test_pause_waits(served: Served, steps: threading.Semaphore) -> None:
+    worker = served.service.worker
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 50, "ignore_eos": True}}
+    with ThreadPoolExecutor(2) as others:
+        asked = others.submit(served.post, "/inference/v1/generate", body)
+        wait_until(lambda: worker.stats()["running"] == 1)
+        pausing = others.submit(served.command, "/pause?mode=wait")
+        wait_until(lambda: not engine_of(worker).scheduler.admission_open)
+        assert not asked.done()
+        steps.release(50)
+        assert pausing.result(HANG).status_code == 200
+        assert asked.result(HANG).json()["choices"][0]["finish_reason"] == "length"
     assert served.command("/resume").status_code == 200
 
 

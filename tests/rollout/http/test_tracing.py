@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,11 +18,15 @@ from typing import Any
 
 import pytest
 
-from samebit.rollout.integrations.http.service import Service
+from samebit.benchmarks.engines.http_servers import reserved_port
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service
 from samebit.rollout.integrations.http.serving import tracing_of
 from samebit.rollout.integrations.http.settings import ServeSettings
+from samebit.rollout.sampling_params import SamplingParams
 
-from ...patience import wait_until
+from ...patience import HANG, wait_until
+from ..held_steps import held_steps
+from ..step_gate import StepGate
 from .served import NAME, Served, serving
 from .test_streams import LONG, ask
 
@@ -46,12 +50,17 @@ async def ignore(_: dict[str, Any]) -> None:
 
 def spans_of(served: Served, body: dict[str, Any], *headers: tuple[bytes, bytes], **settings: Any) -> list[Any]:
     """Ask a service that is traced, and return its spans."""
-    kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    tracing = Tracing(provider.get_tracer("test"), NAME)
+    tracing, kept = keeping()
     service = Service(served.service.worker, ServeSettings(**settings), NAME, served.service.model.tokenizer, tracing)
     asyncio.run(ask(service, body, ignore, *headers))
     return list(kept.get_finished_spans())
+
+
+def keeping() -> tuple[Tracing, InMemorySpanExporter]:
+    """A tracing, and where it leaves its spans."""
+    kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    return Tracing(provider.get_tracer("test"), NAME), kept
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -82,7 +91,29 @@ def test_without_a_caller_each_request_begins_a_trace(served: Served) -> None:
 
 
 def test_one_that_is_given_up_has_a_span_too(served: Served) -> None:
-    (request,) = spans_of(served, LONG, request_seconds=0.1)
+    with held_steps(served.service.worker):
+        (request,) = spans_of(served, LONG, request_seconds=0.1)
+    assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+
+
+def test_one_that_is_given_up_has_the_same_span_when_it_has_ended_meanwhile(
+    make_worker: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its stages would be there or not, by chance."""
+    worker, runner = make_worker()
+    gate = runner.gate = StepGate()
+    tracing, kept = keeping()
+    service, abort = Service(worker, ServeSettings(), NAME, None, tracing), worker.abort
+
+    def abort_and_wait(ids: Iterable[str]) -> None:
+        abort(ids)
+        gate.release(100)
+        wait_until(lambda: handles[0].done)
+
+    monkeypatch.setattr(worker, "abort", abort_and_wait)
+    with service.submitted(Asked(id="one", prompts=[Prompt([1])], params=SamplingParams(max_tokens=30))) as handles:
+        gate.wait_for_a_step()
+    (request,) = kept.get_finished_spans()
     assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
 
 
@@ -136,20 +167,18 @@ def collecting() -> Iterator[Collected]:
 def forwarding(target: str) -> Iterator[str]:
     """Run the collector `rotel`, which sends on what it takes; gives the address at which it takes traces."""
     agent = Path(importlib.util.find_spec("rotel").submodule_search_locations[0]) / "rotel-agent"
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        http, grpc = (f"127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
-    takes = ("--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc)
-    gives = ("--exporter", "otlp", "--otlp-exporter-endpoint", target, "--otlp-exporter-protocol", "http")
-    process = subprocess.Popen([agent, "start", *takes, *gives], stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: process.poll() is not None or _listens(http))
-        assert process.poll() is None
-        yield f"http://{http}/v1/traces"
-    finally:
-        process.terminate()
-        process.wait()
+    with reserved_port() as one, reserved_port() as other:
+        http, grpc = f"127.0.0.1:{one}", f"127.0.0.1:{other}"
+        takes = ("--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc)
+        gives = ("--exporter", "otlp", "--otlp-exporter-endpoint", target, "--otlp-exporter-protocol", "http")
+        process = subprocess.Popen([agent, "start", *takes, *gives], stdout=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: process.poll() is not None or _listens(http))
+            assert process.poll() is None
+            yield f"http://{http}/v1/traces"
+        finally:
+            process.terminate()
+            process.wait(HANG)
 
 
 def _listens(address: str) -> bool:

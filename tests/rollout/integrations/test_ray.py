@@ -273,13 +273,27 @@ def test_an_interrupt_of_the_wait_aborts_its_requests(worker: RayWorker) -> None
 
 
 def test_the_process_is_set_up_before_torch_loads(worker: RayWorker) -> None:
-    state = worker.health()
+    state = worker.health(HANG)
     assert state.pid != os.getpid()
     assert state.trouble is None
     started = ray.get(worker.actor.__ray_call__.remote(lambda actor: os.environ[CLIENT]))  # by Ray, for the fork
     environment = Path(f"/proc/{started}/environ").read_bytes().split(b"\0")
     for expected in (b"OMP_WAIT_POLICY=passive", b"GOMP_SPINCOUNT=4000", b"OMP_NUM_THREADS=2", b"NUMBA_NUM_THREADS=2"):
         assert expected in environment
+
+
+def test_reading_the_version_waits_like_every_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that is busy has not died."""
+    client, limits = importlib.import_module(RayWorker.__module__), []
+
+    def waited(reference: Any, timeout: float | None = None) -> Any:
+        limits.append(timeout)
+        return reference
+
+    monkeypatch.setattr(client, "wait_for", waited)
+    told = client.Health(pid=1, weight_version=7, trouble=None)
+    assert RayWorker(SimpleNamespace(health=SimpleNamespace(remote=lambda: told))).weight_version == 7
+    assert limits == [None]
 
 
 def test_weights_from_this_process_go_through_shared_memory(worker: RayWorker) -> None:
@@ -393,7 +407,7 @@ def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pyte
 def test_memory_and_control(worker: RayWorker) -> None:
     worker.receive_weights(tiny(1))
     worker.sleep()
-    assert "asleep" in str(worker.health().trouble)
+    assert "asleep" in str(worker.health(HANG).trouble)
     with pytest.raises(WorkerStateError, match="asleep"):
         worker.generate([[1]])
     worker.wake_up()
@@ -405,6 +419,16 @@ def test_memory_and_control(worker: RayWorker) -> None:
 def test_a_killed_actor_is_an_error_at_all_callers(cluster: None, folder: Path) -> None:
     worker = RayWorker.start(folder, config=CONFIG, name="doomed")
     sender = SharedMemorySender(timeout=2 * HANG)
+
+    def stop_after_some_steps(actor: Any) -> None:
+        """In its process: no request ends, and no update that waits for them is written."""
+        import threading
+
+        runner, left = actor._loaded._engine.runner, threading.Semaphore(20)
+        launch = runner.launch
+        runner.launch = lambda *args: left.acquire() and launch(*args)
+
+    ray.get(worker.actor.__ray_call__.remote(stop_after_some_steps))
     with ThreadPoolExecutor(8) as threads:
         worker.pause()
         waiting: list[Future[Any]] = [
@@ -412,12 +436,13 @@ def test_a_killed_actor_is_an_error_at_all_callers(cluster: None, folder: Path) 
             threads.submit(asyncio.run, worker.generate_async([[1]] * 8, LONG)),
             threads.submit(worker.submit([1], LONG).result),
             threads.submit(worker.receive_weights, SharedMemoryAt(sender.address)),
-            threads.submit(worker.receive_weights, tiny(1), in_flight="wait"),
         ]
         worker.resume()
         wait_until(lambda: worker.stats()["output_tokens"] >= 50)
+        waiting.append(threads.submit(worker.receive_weights, tiny(1), in_flight="wait"))
+        wait_until(lambda: worker._sender is not None)
         assert worker.stats()["running"] > 0
-        os.kill(worker.health().pid, signal.SIGKILL)
+        os.kill(worker.health(HANG).pid, signal.SIGKILL)
         for future in waiting:
             with pytest.raises(WorkerLostError, match="actor died"):
                 future.result(HANG)

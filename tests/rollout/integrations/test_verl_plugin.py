@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
+from samebit.benchmarks.engines.http_servers import reserved_port
 from samebit.rollout import WorkerLostError, WorkerStateError
 from samebit.rollout.integrations.verl import patches as replacements
 from samebit.rollout.integrations.verl import plugin, value_heads, versions
@@ -172,20 +172,18 @@ def test_rank_0_listens_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
         sockets = psutil.Process().net_connections("inet")
         return {f"{one.laddr.ip} {one.laddr.port}" for one in sockets if one.status == psutil.CONN_LISTEN}
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
-        monkeypatch.setenv(name, value)
     before = listening()
-    distributed.initialize_global_process_group_ray(timeout_second=9)
-    try:
-        assert torch.distributed.get_world_size() == 1
-        torch.distributed.all_reduce(torch.ones(1))
-        new = listening() - before
-    finally:
-        torch.distributed.destroy_process_group()
+    with reserved_port() as port:
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
+            monkeypatch.setenv(name, value)
+        distributed.initialize_global_process_group_ray(timeout_second=9)
+        try:
+            assert torch.distributed.get_world_size() == 1
+            torch.distributed.all_reduce(torch.ones(1))
+            new = listening() - before
+        finally:
+            torch.distributed.destroy_process_group()
     assert any(address.endswith(f" {port}") for address in new)
     assert all("127.0.0.1" in address for address in new), new
 

@@ -30,6 +30,7 @@ from samebit.rollout.integrations.verl.server.steps import MOST_VERSIONS
 from samebit.weight_sync import SharedMemorySender, SyncBrokenError, WeightStream
 
 from ...patience import HANG
+from ..held_steps import held_steps
 from .verl_model import save_model
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -164,14 +165,18 @@ def test_several_turns_hit_the_prefix_cache(folder: Path) -> None:
 def test_aborted_requests_come_back_with_what_they_have(folder: Path) -> None:
     async def check(server: SamebitServer) -> None:
         long = {**PARAMS, "max_tokens": 240}
-        running = [
-            asyncio.create_task(server.generate([1, 4, index], dict(long), f"r{index}")) for index in range(4, 7)
-        ]
-        while (await server.stats())["output_tokens"] < 3:
-            await asyncio.sleep(0.01)
-        told = await server.abort_all_requests()
+        with held_steps(server._worker) as steps:
+            running = [
+                asyncio.create_task(server.generate([1, 4, index], dict(long), f"r{index}")) for index in range(4, 7)
+            ]
+            while (await server.stats())["running"] < 3:
+                await asyncio.sleep(0.01)
+            steps.release()
+            while (await server.stats())["output_tokens"] < 3:
+                await asyncio.sleep(0.01)
+            told = await server.abort_all_requests()
+            parts = [await task for task in running]
         assert told["aborted_count"] == len(told["request_ids"]) == 3
-        parts = [await task for task in running]
         assert all(out.stop_reason == "aborted" and 0 < len(out.token_ids) < 240 for out in parts)
         assert all(len(out.token_ids) == len(out.log_probs) for out in parts)
         waiting = asyncio.create_task(server.generate([1, 5], dict(PARAMS), "w"))
@@ -267,10 +272,12 @@ def test_a_response_across_an_update_names_both_steps(folder: Path) -> None:
 
     async def check(server: SamebitServer) -> None:
         await server.set_global_steps(version=0, global_steps=4)
-        long = asyncio.create_task(server.generate([1, 5], {**PARAMS, "max_tokens": 240}, "a"))
-        while (await server.stats())["output_tokens"] < 3:
-            await asyncio.sleep(0.01)
-        server._worker.pause()
+        with held_steps(server._worker) as steps:
+            long = asyncio.create_task(server.generate([1, 5], {**PARAMS, "max_tokens": 240}, "a"))
+            steps.release(3)
+            while (await server.stats())["output_tokens"] < 3:
+                await asyncio.sleep(0.01)
+            server._worker.pause()
         with SharedMemorySender(timeout=HANG) as sender:
             sent = asyncio.create_task(asyncio.to_thread(sender.send, model))
             report = await server.receive_weights(SharedMemoryAt(sender.address))

@@ -23,6 +23,7 @@ from .verl_run import (
     IN_VERL,
     build_data,
     listening_elsewhere,
+    names_of,
     processes_of,
     running,
     spied,
@@ -58,7 +59,7 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
     run = Run(build_data(tmp_path / "data"), tmp_path, options)
     with running(run) as process:
         wait_for_a_step(run, process)
-        names = {process.name() for process in processes_of(run)}
+        names = names_of(processes_of(run))
         assert {"ray::SamebitServer", "ray::WorkerDict"} <= {name.partition(".")[0] for name in names}, "forks too"
         assert listening_elsewhere(run) == []
         code = wait_for_end(run, process)

@@ -54,7 +54,8 @@ def running(run: Run) -> Iterator[subprocess.Popen[bytes]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         for one in processes_of(run):
-            one.kill()
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         process.wait()
 
 
@@ -67,6 +68,15 @@ def processes_of(run: Run) -> list[psutil.Process]:
         with suppress(psutil.Error):
             if process.cwd() == folder or process.environ().get("VERL_FILE_LOGGER_PATH") == mark:
                 found.append(process)
+    return found
+
+
+def names_of(processes: list[psutil.Process]) -> set[str]:
+    """Of those that have not ended meanwhile."""
+    found = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            found.add(process.name())
     return found
 
 
