@@ -62,7 +62,7 @@ def serve(server: Any, folder: Path, check: Callable[[Any], Awaitable[None]], *,
     async def main() -> None:
         await server.load(options, RolloutMode.HYBRID)
         try:
-            await asyncio.wait_for(check(server), 60)
+            await asyncio.wait_for(check(server), HANG)
         finally:
             await server.close()
 
@@ -92,7 +92,9 @@ def test_hugging_face_can_generate_for_a_comparison(folder: Path) -> None:
 
 
 def test_the_comparison_does_not_wait_for_batches_that_are_empty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request asks for a batch; all but a few find that an earlier one took them along."""
+    """Every request asks for a batch; all but a few find that an earlier one took them along. None fills a batch, which
+    would not be waited for.
+    """
     model, _ = tiny_model.load(folder)
     waits: list[float] = []
 
@@ -110,7 +112,7 @@ def test_the_comparison_does_not_wait_for_batches_that_are_empty(folder: Path, m
             await sent
         assert 0 < len(waits) < 40
 
-    serve(verl_huggingface.HuggingFaceServer(), folder, check, max_num_seqs=40)
+    serve(verl_huggingface.HuggingFaceServer(), folder, check, max_num_seqs=64)
 
 
 def test_the_other_rollout_is_chosen_by_its_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.ops.linear import linear
 from samebit.rollout import AdapterError, RolloutConfig, RolloutWorker, SamplingParams, WorkerStateError
 
+from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import CAMPAIGN, DTYPES, make_model, token_ids
 from .gradients import relative_error
@@ -195,10 +196,12 @@ def test_switches_of_the_trainer_reach_no_request_in_flight(policy: PeftModel, w
 
     thread = threading.Thread(target=switch)
     thread.start()
-    switched.wait()
-    found = [worker.generate(PROMPTS, wanted) for _ in range(3)]
-    stop.set()
-    thread.join()
+    try:
+        assert switched.wait(HANG)
+        found = [worker.generate(PROMPTS, wanted) for _ in range(3)]
+    finally:
+        stop.set()
+        thread.join(HANG)
     for outputs in found:
         assert_same_samples(outputs, expected)
 

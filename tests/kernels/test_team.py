@@ -256,7 +256,7 @@ def test_workers_are_bound_while_a_rollout_worker_generates_and_not_afterwards(f
     done = subprocess.run(
         [sys.executable, "-c", WHILE_IT_GENERATES, str(threads), str(MODELS)],
         env=os.environ | process_environment(threads),
-        check=True, text=True, stdout=subprocess.PIPE,
+        check=True, text=True, stdout=subprocess.PIPE, timeout=HANG,
     )  # fmt: skip
     working, resting = json.loads(done.stdout)
     assert resting == []

@@ -30,7 +30,7 @@ from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.rollout.keys.digest_key import DigestKey
-from samebit.weight_sync import WeightMismatchError
+from samebit.weight_sync import WeightMismatchError, gloo_group
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule, fake_continuation
@@ -352,6 +352,7 @@ def test_a_silent_replica_takes_no_requests_until_it_speaks() -> None:
         port.mute = asyncio.Event()
         wait_until(lambda: not local.fleet.replicas["0"])
         assert "it has said nothing for 2 s" in local.fleet._crew.router.closed()["0"]
+        wait_until(lambda: local.fleet.replicas["1"])  # a fleet that stood still has not heard of it either
         local.fleet.generate(PROMPTS, PARAMS)
         mute, port.mute = port.mute, None
         local.fleet._crew.background.loop.call_soon_threadsafe(mute.set)
@@ -424,9 +425,18 @@ def test_a_replica_without_the_weights_takes_no_requests() -> None:
         assert local.ports["0"].side.rollout.weight_version == 1
 
 
-def test_an_update_during_which_a_replica_dies_reaches_the_others() -> None:
+def test_an_update_during_which_a_replica_dies_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies with the update in its hands."""
-    with LocalFleet(replicas=3, sync_timeout=3.0, max_restarts=1) as local:
+    with LocalFleet(replicas=3, sync_timeout=0.3, max_restarts=1) as local:
+
+        def join(*place: Any, timeout: float) -> Any:
+            """Only the first group, which not all of them join, is not waited for."""
+            try:
+                return gloo_group(*place, timeout=timeout)
+            finally:
+                local.fleet._weights._timeout = HANG
+
+        monkeypatch.setattr("samebit.rollout.fleet.weights.gloo_group", join)
         new = TinyModule()
         port = local.ports["1"]
         receive = port.side.receive_weights

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from samebit.rollout import NoReplicaError, WorkerStateError
 from samebit.rollout.outputs import SampleOutput
 from samebit.weight_sync import BroadcastSender, SendReport, SyncReport
+from samebit.weight_sync.wire.link import Outcome
 
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
@@ -149,14 +150,24 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
     gave_up = threading.Event()
 
     class Sender(BroadcastSender):
+        """Waits long for everything but the first update's answers."""
+
         def send(self, *args: object, **options: object) -> SendReport:
+            if not gave_up.is_set():
+                self.link.outcomes = self._outcomes_soon
             try:
                 return super().send(*args, **options)
             finally:
                 gave_up.set()
 
+        def _outcomes_soon(self) -> list[Outcome]:
+            patience = self.link._group.patience
+            patience.seconds = 0.3
+            patience.begin()
+            return type(self.link).outcomes(self.link)
+
     monkeypatch.setattr("samebit.rollout.fleet.weights.BroadcastSender", Sender)
-    with LocalFleet(replicas=2, prepare=gated, sync_timeout=3.0) as local, ThreadPoolExecutor(1) as other:
+    with LocalFleet(replicas=2, prepare=gated, sync_timeout=HANG) as local, ThreadPoolExecutor(1) as other:
         handles = [local.fleet.submit([number] * 9, PARAMS) for number in range(2)]
         gates = [port.runner.gate for port in local.ports.values()]
         for gate in gates:
@@ -168,7 +179,6 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
         assert updating.result(HANG).version == local.fleet.weight_version == 1
         assert all(handle.result(HANG) for handle in handles)
         assert all(local.fleet.replicas.values())
-        local.fleet._weights._timeout = HANG
         assert local.fleet.receive_weights(TinyModule()).version == 2
 
 

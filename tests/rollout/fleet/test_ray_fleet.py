@@ -130,7 +130,10 @@ def test_a_server_in_front_of_a_fleet(fleet: RayFleet, folder: Path) -> None:
     thread.start()
     base, control = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets.all)
     try:
-        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client, httpx.Client() as http:
+        with (
+            openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+            httpx.Client(timeout=HANG) as http,
+        ):
             body = {"token_ids": [5] * 40, "sampling_params": {"max_tokens": 9, "logprobs": 0, "ignore_eos": True}}
             choice = http.post(f"{base}/inference/v1/generate", json=body).json()["choices"][0]
             found = [one["logprob"] for one in choice["logprobs"]["content"]]

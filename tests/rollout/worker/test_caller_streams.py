@@ -64,7 +64,8 @@ def test_it_does_so_when_a_worker_starts_and_around_each_block(
     else:
         thread = threading.Thread(target=updated)
         thread.start()
-        thread.join()
+        thread.join(HANG)
+        assert not thread.is_alive()
     names = [what for what, _ in happened]
     assert names[:8] == ["follow", "built", "follow", "block", "follow", "over", "follow", "follow"]
     assert len({thread for _, thread in happened}) == 1, "in the caller's thread, whose stream it is"

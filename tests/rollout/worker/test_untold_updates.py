@@ -289,17 +289,22 @@ def test_a_worker_that_is_built_while_an_update_waits_takes_part_in_it(make_work
             assert end.wait(HANG)
             one.module.proj.bias.add_(1)
 
+    def both_wait() -> bool:
+        """The update waits for the lock, or for the end of a step; the other worker for the lock."""
+        return num_waiting(one) + len(one._thread._draining._waiting) == 2
+
     with ThreadPoolExecutor(2) as beside:
         updated = beside.submit(update)
         wait_until(lambda: num_waiting(one))
         runner.gate.release()
         wait_until(lambda: not engine_of(one).scheduler.admission_open)
         built = beside.submit(make_worker, shared=True, beside=one)
-        wait_until(lambda: len(one._weights.users.in_order()) == 2 and num_waiting(one))
         while not built.done():
+            wait_until(lambda: built.done() or both_wait())  # no step ends for nobody: there are 40
             steps = one.stats()["steps"]
             runner.gate.release()
             wait_until(lambda steps=steps: built.done() or one.stats()["steps"] > steps)
+        assert len(one._weights.users.in_order()) == 2
         runner.gate.release(100)
         assert inside.wait(HANG)
         other, _ = built.result(HANG)
@@ -322,5 +327,5 @@ def test_updates_through_both_at_once_do_not_wait_for_each_other(make_worker: Ma
 
     with ThreadPoolExecutor(4) as threads:
         for future in [threads.submit(update, worker) for worker in workers * 2]:
-            future.result(60)
+            future.result(HANG)
     assert [worker.weight_version for worker in workers] == [160, 160]

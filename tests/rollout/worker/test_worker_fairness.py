@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -163,10 +164,16 @@ def test_waiting_updates_from_many_threads_end_whatever_the_others_do(make_worke
     outcomes: list[str] = []
 
     def waiter() -> None:
-        for _ in range(40):
+        """At least 40 times, and until 5 were done: who is refused comes again at once, before who would resume."""
+        done, limit = 0, time.monotonic() + HANG
+        for number in itertools.count():
+            if number >= 40 and done >= 5:
+                return
+            assert time.monotonic() < limit, "every update is refused"
             try:
                 worker.receive_weights(weights, in_flight="wait")
                 outcomes.append("done")
+                done += 1
             except WorkerStateError as error:
                 if not any(text in str(error) for text in ("needs a worker that generates", "weights are asleep")):
                     raise
@@ -199,7 +206,7 @@ def test_waiting_updates_from_many_threads_end_whatever_the_others_do(make_worke
     worker.wake_up()
     worker.resume()
     load.finish(oracle)
-    assert len(outcomes) == 160
+    assert len(outcomes) >= 160
     assert outcomes.count("done") >= 20
     assert engine_of(worker).scheduler.admission_open
     assert worker.weight_version == outcomes.count("done")

@@ -98,7 +98,7 @@ def test_a_request_that_the_pool_can_not_hold_takes_nothing_from_the_others(
     worker, runner = make_worker(num_blocks=4, max_num_seqs=1)
     runner.gate = StepGate(1)
     handles = [worker.submit([1, last], FEW) for last in (2, 3)]
-    assert runner.entered.wait(HANG)
+    runner.gate.wait_for_a_step()
     before = worker.stats()
     with pytest.raises(
         RequestError, match="needs 5 KV blocks of 4 tokens, the pool has 4; max_tokens may be at most 12"
@@ -380,13 +380,22 @@ def test_at_exit_the_thread_ends_before_the_interpreter_does(
     callbacks: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", callbacks.append)
     before = set(threading.enumerate())
-    worker, _ = make_worker(num_blocks=600, max_model_len=2000)
+    worker, runner = make_worker()
     (thread,) = set(threading.enumerate()) - before
-    handle = worker.submit([1, 2], SamplingParams(max_tokens=1900))
-    next(iter(handle))
+    gate = runner.gate = StepGate(3)
+    handle = worker.submit([1, 2], SamplingParams(max_tokens=30))
+    gate.wait_for_a_step()
+
+    def end_the_step() -> None:
+        wait_until(lambda: worker._status.closed)
+        gate.release(100)
+
+    ending = threading.Thread(target=end_the_step)
+    ending.start()
     (at_exit,) = callbacks
     at_exit()
     assert not thread.is_alive()
+    ending.join(HANG)
     with pytest.raises(WorkerStateError, match="closed"):
         handle.result(0)
 
