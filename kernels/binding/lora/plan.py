@@ -29,7 +29,8 @@ _MERGED = attrgetter("merged_adapters")
 _OF_PARAMETERS = (
     'target_parameters, which peft makes of target_modules="all-linear" too, and of gate_proj, up_proj and down_proj, '
     "where experts have such weights: name layers of the attention alone, as target_modules="
-    '["q_proj", "k_proj", "v_proj", "o_proj"]'
+    '["q_proj", "k_proj", "v_proj", "o_proj"], or with latent attention '
+    '["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]'
 )
 """Says where adapters of parameters come from that nobody has asked for."""
 
