@@ -81,11 +81,7 @@ class SourceUpdate:
 
 def prepare_update(manifest: Manifest, source: TensorSource, terms: UpdateTerms) -> SourceUpdate:
     """Check everything that can be checked without writing."""
-    offered = {
-        name: spec
-        for name, spec in source.specs().items()
-        if manifest.place(name) is not None or not manifest.names.ignores(name)
-    }
+    offered = source.specs()
     places = manifest.fit(offered, terms)
     _check_values(manifest, source, places)
     _check_ties(manifest, source, places)

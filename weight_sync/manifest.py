@@ -8,6 +8,7 @@ Invariants
   returns or raises one error that names *every* tensor at fault.
 * Tied weights are one tensor with several names: offering any one of the names covers all of them.
 * A tensor of several experts may come in parts; every part has to come, once.
+* What text has no use for has no place, and is left out: here alone, so that every source is taken alike.
 * A buffer is never cast. A router's correction bias is float32 in every forward; one that went through bfloat16 on its
   way chooses other experts. Only from a folder may it be widened, which keeps every value: so transformers reads it,
   and with it the trainer.
@@ -120,18 +121,20 @@ class Manifest:
         return TensorSpec(whole.name, place.shape(whole.shape), whole.dtype)
 
     def fit(self, offered: Mapping[str, TensorSpec], terms: UpdateTerms) -> dict[str, Place]:
-        """Return where each offered tensor goes; raise `WeightMismatchError` unless all fit."""
+        """Return where each offered tensor goes, without those that have no place and may be left out; raise
+        `WeightMismatchError` unless all others fit."""
         found = {name: self.place(name) for name in offered}
         places = {name: place for name, place in found.items() if place is not None}
+        unknown = [name for name, place in found.items() if place is None and not self.names.ignores(name)]
         faults = [
-            ("unknown", [name for name, place in found.items() if place is None]),
+            ("unknown", unknown),
             ("given twice", _given_twice(places)),
             ("missing", [] if terms.partial else self._missing(places)),
         ]
         places = self._as_offered(offered, places)
         faults += self._unlike(offered, places, terms)
         lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names]
-        if not terms.partial and not offered:
+        if not terms.partial and not places and not unknown:
             lines.insert(0, "the source offers no tensors")
         if lines:
             raise WeightMismatchError("weights do not fit the model, nothing was written; " + "; ".join(lines))

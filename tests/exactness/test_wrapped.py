@@ -23,7 +23,6 @@ from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.rollout.cli import main
 from samebit.rollout.errors import ModelLoadError
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
-from samebit.weight_sync.manifest import TensorSpec
 
 from .compare import assert_matches_trainer
 from .families import CAMPAIGN, make_model, make_wrapped, token_ids
@@ -125,17 +124,20 @@ def test_a_folder_and_every_way_of_an_update(name: str, tied: bool, tmp_path: Pa
         assert (worker.module.lm_head.weight is worker.module.model.embed_tokens.weight) is tied
         check(worker, trainer)
         halved(trainer).save_pretrained(tmp_path / "second")
-        for source in (tmp_path / "second", trainer.state_dict(), trainer, WeightStream.of(trainer)):
+        state = trainer.state_dict()
+        for source in (tmp_path / "second", state, trainer, WeightStream.of(trainer), WeightStream.of(state)):
             report = worker.receive_weights(source, verify=True)
             assert report.changed_tensors == len(worker._weights.manifest.ties)
             check(worker, trainer)
             worker.receive_weights(folder)
         with SharedMemorySender() as sender, SharedMemoryReceiver(sender.address) as receiver:
-            sending = threading.Thread(target=sender.send, args=(trainer,))
-            sending.start()
-            worker.receive_weights(receiver)
-            sending.join()
-        check(worker, trainer)
+            for weights in (trainer, state):
+                worker.receive_weights(folder)
+                sending = threading.Thread(target=sender.send, args=(weights,))
+                sending.start()
+                worker.receive_weights(receiver)
+                sending.join()
+                check(worker, trainer)
 
 
 def published(folder: Path, *, tied: bool) -> None:
@@ -196,9 +198,8 @@ def test_an_adapter_trained_with_vision_is_served_by_the_text_model(kind: str, t
     trainer = bind(adapted(model, ADAPTERS[kind]))
     trainer.save_pretrained(tmp_path)
     tensors = get_peft_model_state_dict(trainer)
-    specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items() if ".visual." not in name}
     with RolloutWorker(text, config=CHUNK) as worker:
-        for source in (tmp_path, tensors, WeightStream(specs, ((name, tensors[name]) for name in specs))):
+        for source in (tmp_path, tensors, WeightStream.of(tensors)):
             worker.load_adapter("policy", source, config=ADAPTERS[kind])
             check_adapter(worker, trainer)
             worker.drop_adapter("policy")

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from samebit.weight_sync.apply import verify_digests
 from samebit.weight_sync.arithmetic import arithmetic_of
-from samebit.weight_sync.digest import digest_of, hexadecimal, readable_bytes, scan
+from samebit.weight_sync.digest import add_digests, digest_of, hexadecimal, readable_bytes, scan
 from samebit.weight_sync.folder_names import Place
 from samebit.weight_sync.manifest import Manifest, TensorSpec, UpdateTerms, WeightMismatchError, live_tensors
 from samebit.weight_sync.report import SyncBrokenError, SyncReport
@@ -55,8 +56,9 @@ class StreamUpdate:
         self._manifest = manifest
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
-        writing = _Writing(module, self._manifest, self._stream.specs, self._places)
-        for name, tensor in self._stream.tensors():
+        specs = {name: self._stream.specs[name] for name in self._places}
+        writing = _Writing(module, self._manifest, specs, self._places)
+        for name, tensor in self._stream.tensors(self._places):
             writing.destinations[name].put(0, readable_bytes(tensor))
         writing.check_whole(None)
         report = writing.conclude(version, verify=verify)
@@ -85,20 +87,25 @@ class LinkUpdate:
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
         specs = self._announced.specs
         writing = _Writing(module, self._manifest, specs, self._places, self._link.destination)
-        ordered = list(writing.destinations.values())
+        ordered = list(specs)
+        left_out = {name: 0 for name in specs if name not in self._places}
         is_delta = self._announced.base is not None
         sent = total = 0
         before: Destination | None = None
         for header, records in self._buckets():
             for record in records:
-                destination = ordered[record.tensor]
+                name = ordered[record.tensor]
+                sent += len(record.payload)
+                if name in left_out:
+                    left_out[name] = add_digests((left_out[name], record.digest))
+                    continue
+                destination = writing.destinations[name]
                 if is_delta and before is not None and before is not destination:
                     before.settle()  # a delta does not say which change of a tensor is the last: the next one's does
                 destination.put_change(record) if is_delta else destination.put_record(record)
                 before = destination
-                sent += len(record.payload)
             total = header.total
-        writing.check_changed(total) if is_delta else writing.check_whole(total)
+        writing.check_changed(total) if is_delta else writing.check_whole(total, left_out)
         report = writing.conclude(version, verify=verify)
         self.outcome = Outcome(version, report.digest or "")
         return replace(report, sent_bytes=sent, casts=(*self._announced.casts, *report.casts))
@@ -156,7 +163,8 @@ def _agree(
         link.answer(Answer(refused=str(error)))
         raise
     casts = manifest.casts(announced.specs, places)
-    lacks = announced.base is not None and (bool(casts) or not _has_base(announced.base, module, places, version))
+    all_kept = not casts and len(places) == len(announced.tensors)
+    lacks = announced.base is not None and not (all_kept and _has_base(announced.base, module, places, version))
     decided = link.answer(Answer(full=lacks))
     if decided.refused is not None:
         raise SyncRefusedError(decided.refused)
@@ -205,18 +213,20 @@ class _Writing:
         self._specs = specs
         self._places = places
         self.destinations = {
-            name: destination(spec, places[name].of(tensors[places[name].name])) for name, spec in specs.items()
+            name: destination(specs[name], place.of(tensors[place.name])) for name, place in places.items()
         }
         self._digests: dict[str, int] = {}
 
-    def check_whole(self, total: int | None) -> None:
-        """Check that every tensor came, and that together they have the sender's digest (None within a process)."""
+    def check_whole(self, total: int | None, left_out: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Check that every tensor came, and that together they have the sender's digest (None within a process), with
+        the digests of what came and was left out."""
         torn = [name for name, destination in self.destinations.items() if not destination.whole]
         if torn:
             raise SyncBrokenError(f"the sender ended without all of {', '.join(torn)}")
         self._finish()
         self._digests = {name: destination.digest for name, destination in self.destinations.items()}
-        if total is not None and digest_of({name: one.sent_digest for name, one in self.destinations.items()}) != total:
+        sent = {name: one.sent_digest for name, one in self.destinations.items()}
+        if total is not None and digest_of({**sent, **left_out}) != total:
             raise SyncBrokenError("wrong checksum of the weights as a whole")
 
     def check_changed(self, total: int) -> None:

@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,13 +65,13 @@ class WeightStream:
         )
         return stream
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor whole. Raises `SyncBrokenError` for a tensor that is not as announced."""
-        for name, weight in self.weights():
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor, or those of `names`, whole. Raises `SyncBrokenError` for one that is not as announced."""
+        for name, weight in self.weights(names):
             yield name, weight.whole() if isinstance(weight, Sharded) else weight
 
-    def weights(self) -> Iterator[tuple[str, Tensor | Sharded]]:
-        """Yield each tensor; a `Sharded` one has to be gathered, part by part, before the next."""
+    def weights(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor | Sharded]]:
+        """Yield each tensor, or those of `names`; a `Sharded` one has to be gathered, part by part, before the next."""
         if self._begun:
             raise RuntimeError("this stream was read already: make another for the next update")
         self._begun = True
@@ -85,7 +85,10 @@ class WeightStream:
             came = TensorSpec(name, tuple(weight.shape), weight.dtype)
             if came != spec:
                 raise SyncBrokenError(f"the stream gave {came} for {name}, not {spec}")
-            yield name, weight
+            if names is None or name in names:
+                yield name, weight
+            elif isinstance(weight, Sharded):
+                weight.exhaust()
         if missing:
             raise SyncBrokenError(f"the stream ended without {', '.join(missing)}")
 

@@ -1,0 +1,111 @@
+"""A state dict is taken alike by every way in: what has no place is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from samebit.weight_sync import (
+    SendReport,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncRefusedError,
+    SyncReport,
+    WeightMismatchError,
+    WeightStream,
+    apply_weights,
+)
+
+from ..patience import HANG
+
+BUCKET = 1024
+
+
+def llama(seed: int, *, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, tie_word_embeddings=tied, **sizes))
+
+
+def with_frequencies(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as older versions of transformers saved it: larger than a bucket, in the middle and at the end."""
+    (first, tensor), *rest = model.state_dict().items()
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in (0, 1)]
+    return {first: tensor, names[0]: torch.rand(300), **dict(rest), names[1]: torch.rand(300)}
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    other = theirs.state_dict()
+    assert [name for name, tensor in ours.state_dict().items() if not torch.equal(tensor, other[name])] == []
+
+
+def num_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Link:
+    """Shared memory, with the sender in another thread."""
+
+    def __init__(self) -> None:
+        self.sender = SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG)
+        self.end = SharedMemoryReceiver(self.sender.address, timeout=HANG)
+
+    def sync(self, model: nn.Module, weights: object, **options: Any) -> tuple[SendReport, SyncReport]:
+        with ThreadPoolExecutor(1) as other:
+            sent = other.submit(self.sender.send, weights, **options)
+            received = apply_weights(model, self.end, verify=True)
+        return sent.result(), received
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    both = Link()
+    yield both
+    both.end.close()
+    both.sender.close()
+
+
+def test_what_has_no_place_is_left_out_of_every_way(link: Link) -> None:
+    trainer = llama(1, tied=False)
+    weights = with_frequencies(trainer)
+    reports = []
+    for seed, source in enumerate((weights, WeightStream.of(weights)), 2):
+        model = llama(seed, tied=False)
+        reports.append(apply_weights(model, source, verify=True))
+        assert_equal(trainer, model)
+    for seed, delta in enumerate((False, True, True), 4):
+        model = llama(seed, tied=False)
+        sent, received = link.sync(model, weights, delta=delta)
+        assert_equal(trainer, model)
+        assert not sent.delta, "no receiver has what it left out, so there is no base"
+        assert sent.sent_bytes == received.sent_bytes == received.dense_bytes == num_bytes(weights)
+        reports.append(received)
+    assert {report.tensors for report in reports} == {len(trainer.state_dict())}
+    assert len({report.digest for report in reports}) == 1
+
+
+def test_what_is_unknown_is_named_without_what_is_left_out(link: Link) -> None:
+    weights = {**with_frequencies(llama(1, tied=False)), "model.gate": torch.zeros(1)}
+    model = llama(2, tied=False)
+    for source in (weights, WeightStream.of(weights)):
+        with pytest.raises(WeightMismatchError, match=r"nothing was written; 1 unknown: model\.gate$"):
+            apply_weights(model, source)
+    with ThreadPoolExecutor(1) as other:
+        sent = other.submit(link.sender.send, weights)
+        with pytest.raises(WeightMismatchError, match=r"1 unknown: model\.gate$"):
+            apply_weights(model, link.end)
+        with pytest.raises(SyncRefusedError, match=r"1 unknown: model\.gate$"):
+            sent.result()
+
+
+def test_a_dict_with_nothing_that_has_a_place_is_not_a_full_update() -> None:
+    only = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(3)}
+    for source in (only, WeightStream.of(only)):
+        with pytest.raises(WeightMismatchError, match="the source offers no tensors"):
+            apply_weights(llama(1, tied=False), source)
