@@ -1,4 +1,5 @@
-"""A state dict is taken alike by every way in: what has no place is left out."""
+"""A state dict is taken alike by every way in: what has no place is left out; and whatever happens before an answer, the
+sender gets one."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from samebit.weight_sync import (
     WeightStream,
     apply_weights,
 )
+from samebit.weight_sync.wire import receiver
 
 from ..patience import HANG
 
@@ -109,3 +111,22 @@ def test_a_dict_with_nothing_that_has_a_place_is_not_a_full_update() -> None:
     for source in (only, WeightStream.of(only)):
         with pytest.raises(WeightMismatchError, match="the source offers no tensors"):
             apply_weights(llama(1, tied=False), source)
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_an_error_before_the_answer_is_the_answer(
+    link: Link, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> str:
+        raise error("no such package")
+
+    trainer, model = llama(1, tied=True), llama(2, tied=True)
+    with ThreadPoolExecutor(1) as other, monkeypatch.context() as patched:
+        patched.setattr(receiver, "arithmetic_of", fail)
+        sent = other.submit(link.sender.send, trainer)
+        with pytest.raises(error, match="no such package"):
+            apply_weights(model, link.end)
+        with pytest.raises(SyncRefusedError, match=f"^{error.__name__}: no such package$"):
+            sent.result()
+    link.sync(model, trainer)
+    assert_equal(trainer, model)

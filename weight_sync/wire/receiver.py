@@ -154,23 +154,35 @@ def receiving(
 def _agree(
     link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int | None
 ) -> tuple[Announcement, dict[str, Place]]:
-    """Wait for an announcement and answer it; return it, without its base if all weights will be sent, and places."""
+    """Wait for an announcement and answer it, whatever happens meanwhile; return it, without its base if all weights
+    will be sent, and places."""
     announced = link.listen(most_announced(manifest.every_spec()))
     try:
         _check_arithmetic(announced.arithmetic, module, terms)
         places = manifest.fit(announced.specs, terms)
-    except WeightMismatchError as error:
-        link.answer(Answer(refused=str(error)))
+        answer = _answer(announced, module, manifest, places, version)
+    except BaseException as error:
+        reason = str(error) if isinstance(error, WeightMismatchError) else f"{type(error).__name__}: {error}"
+        with suppress(SyncBrokenError):
+            link.answer(Answer(refused=reason))
         raise
-    casts = manifest.casts(announced.specs, places)
-    all_kept = not casts and len(places) == len(announced.tensors)
-    lacks = announced.base is not None and not (all_kept and _has_base(announced.base, module, places, version))
-    decided = link.answer(Answer(full=lacks))
+    decided = link.answer(answer)
     if decided.refused is not None:
         raise SyncRefusedError(decided.refused)
-    if lacks:
+    if answer.full:
         logger.warning("the base of this delta is not the weights here (version %s): asked for all weights", version)
     return replace(announced, base=None) if decided.full else announced, places
+
+
+def _answer(
+    announced: Announcement, module: nn.Module, manifest: Manifest, places: Mapping[str, Place], version: int | None
+) -> Answer:
+    """Return what is to be said to an announcement that fits."""
+    if announced.base is None:
+        return Answer()
+    casts = manifest.casts(announced.specs, places)
+    all_kept = not casts and len(places) == len(announced.tensors)
+    return Answer(full=not (all_kept and _has_base(announced.base, module, manifest, places, version)))
 
 
 def _check_arithmetic(announced: str, module: nn.Module, terms: UpdateTerms) -> None:
@@ -187,9 +199,11 @@ def _check_arithmetic(announced: str, module: nn.Module, terms: UpdateTerms) -> 
         )
 
 
-def _has_base(base: Base, module: nn.Module, places: Mapping[str, Place], version: int | None) -> bool:
-    """Return whether the weights here are, bit for bit, the base of the delta."""
-    if base.version != version:
+def _has_base(
+    base: Base, module: nn.Module, manifest: Manifest, places: Mapping[str, Place], version: int | None
+) -> bool:
+    """Return whether the weights here are, bit for bit, the base of the delta. Those that sleep are not."""
+    if base.version != version or manifest.differences(module):
         return False
     tensors = live_tensors(module)
     here = digest_of({name: scan(place.of(tensors[place.name])).digest for name, place in places.items()})

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
@@ -42,6 +43,7 @@ from samebit.weight_sync.wire.link import Announcement
 
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until
+from ...weight_sync.expert_models import expert_model
 from ..conftest import weights_of
 from ..inside import num_waiting
 from ..named_memory import named_memory
@@ -308,6 +310,27 @@ def test_a_delta_is_not_written_over_weights_that_changed_while_it_waited(
     assert not sending.result().delta
     assert all(torch.equal(trained[name], tensor) for name, tensor in weights_of(worker).items())
     assert handle.result(HANG).samples[0].finish_reason == "length"
+
+
+def test_weights_that_sleep_take_no_delta_of_experts_apart(make_worker: MakeWorker, pair: tuple[Any, Any]) -> None:
+    """Nor is their memory, which is not there, looked at for its base."""
+    worker, _ = make_worker(module=expert_model("Qwen3Moe"))
+    sender, end = pair
+    before = weights_of(worker)
+    trained = revert_weight_conversion(worker.module, before)
+    assert any(".experts.4." in name for name in trained)
+    sending = Sending(sender, trained, delta=True)
+    worker.receive_weights(end)
+    assert isinstance(sending.result(), SendReport)
+    worker.sleep("weights")
+    sending = Sending(sender, trained, delta=True)
+    with pytest.raises(WorkerStateError, match="the weights are asleep"):
+        worker.receive_weights(end)
+    error = sending.result()
+    assert isinstance(error, SyncBrokenError)
+    assert "the weights are asleep" in str(error)
+    worker.wake_up()
+    assert all(torch.equal(worker.module.state_dict()[name], tensor) for name, tensor in before.items())
 
 
 def test_incomplete_weights_take_no_delta(
