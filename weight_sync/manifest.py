@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -88,7 +88,7 @@ class Manifest:
         tensors = live_tensors(module)
         groups: dict[object, list[str]] = {}
         for name, tensor in tensors.items():
-            groups.setdefault(_identity(tensor), []).append(name)
+            groups.setdefault(identity(tensor), []).append(name)
         return cls(
             {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()},
             tuple(tuple(names) for names in groups.values()),
@@ -154,6 +154,13 @@ class Manifest:
         given = {place.name: name for name, place in places.items() if place.is_whole}
         again = {given[name] for group in self.ties for name in [one for one in group if one in given][1:]}
         return {name: place for name, place in places.items() if name not in again}
+
+    def knows_ties(self, ties: Mapping[str, str], places: Mapping[str, Place]) -> bool:
+        """Return whether tensors that are one at the source (`ties`: from a later name to the first) are one here, or
+        have no place."""
+        first = {name: names[0] for names in self.ties for name in names}
+        here = {name: replace(place, name=first[place.name]) for name, place in places.items()}
+        return all(later not in here or here[later] == here.get(name) for later, name in ties.items())
 
     def every_spec(self) -> Iterator[TensorSpec]:
         """Yield the specs of all that can be offered: each tensor, whole and in parts."""
@@ -279,7 +286,7 @@ def _without_values(tensor: Tensor) -> str:
     return "has no memory: its storage was freed" if tensor.numel() and not tensor.data_ptr() else ""
 
 
-def _identity(tensor: Tensor) -> object:
+def identity(tensor: Tensor) -> object:
     """Return a key that is equal for two names of one tensor: the same object, or the same view of one storage."""
     address = tensor.untyped_storage().data_ptr()
     if address == 0:

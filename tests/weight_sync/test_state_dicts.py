@@ -1,5 +1,5 @@
-"""A state dict is taken alike by every way in: what has no place is left out; and whatever happens before an answer, the
-sender gets one."""
+"""A state dict is taken alike by every way in: what has no place is left out, a tied weight comes once, with one
+digest; and whatever happens before an answer, the sender gets one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samebit.weight_sync import (
+    BroadcastReceiver,
+    BroadcastSender,
     SendReport,
     SharedMemoryReceiver,
     SharedMemorySender,
@@ -21,6 +23,9 @@ from samebit.weight_sync import (
     WeightMismatchError,
     WeightStream,
     apply_weights,
+    connected_store,
+    gloo_group,
+    listening_store,
 )
 from samebit.weight_sync.wire import receiver
 
@@ -111,6 +116,86 @@ def test_a_dict_with_nothing_that_has_a_place_is_not_a_full_update() -> None:
     for source in (only, WeightStream.of(only)):
         with pytest.raises(WeightMismatchError, match="the source offers no tensors"):
             apply_weights(llama(1, tied=False), source)
+
+
+def test_a_tied_weight_of_a_dict_travels_once_with_one_digest(link: Link) -> None:
+    trainer = llama(1, tied=True)
+    once = num_bytes(dict(trainer.named_parameters()))
+    assert num_bytes(trainer.state_dict()) > once
+    digests = set()
+    for seed, source in enumerate((trainer, trainer.state_dict(), WeightStream.of(trainer.state_dict())), 2):
+        model = llama(seed, tied=True)
+        digests.add(apply_weights(model, source, verify=True).digest)
+        assert_equal(trainer, model)
+    for seed, weights in enumerate((trainer, trainer.state_dict()), 5):
+        model = llama(seed, tied=True)
+        sent, received = link.sync(model, weights)
+        assert_equal(trainer, model)
+        assert sent.sent_bytes == sent.dense_bytes == received.sent_bytes == received.dense_bytes == once
+        assert sent.tensors == received.tensors == len(list(trainer.parameters()))
+        digests |= {sent.digest, received.digest}
+    assert len(digests) == 1
+
+
+@torch.no_grad()
+def step(model: LlamaForCausalLM) -> None:
+    model.model.embed_tokens.weight[3] *= 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_delta_of_a_tied_dict(link: Link, tied: bool) -> None:
+    """A receiver that is not tied has the weight under both names, and the base too."""
+    trainer, model = llama(1, tied=True), llama(2, tied=tied)
+    link.sync(model, trainer.state_dict(), delta=True)
+    for weights in (trainer.state_dict(), trainer if tied else trainer.state_dict()):
+        step(trainer)
+        sent, received = link.sync(model, weights, delta=True)
+        assert_equal(trainer, model)
+        assert sent.delta
+        assert sent.digest == received.digest
+        assert 0 < sent.sent_bytes < 2000
+    assert received.changed == tuple(["model.embed_tokens.weight", "lm_head.weight"][: 1 if tied else 2])
+
+
+def test_a_receiver_that_is_not_tied_takes_a_tied_dict(link: Link) -> None:
+    trainer = llama(1, tied=True)
+    for seed, source in enumerate((trainer.state_dict(), WeightStream.of(trainer.state_dict()), link), 2):
+        model = llama(seed, tied=False)
+        if source is link:
+            assert link.sync(model, trainer.state_dict())[0].sent_bytes == num_bytes(trainer.state_dict())
+        else:
+            apply_weights(model, source, verify=True)
+        assert_equal(trainer, model)
+
+
+def test_equal_tensors_of_different_memory_both_travel(link: Link) -> None:
+    trainer, model = llama(1, tied=True), llama(2, tied=True)
+    weights = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    assert link.sync(model, weights)[0].sent_bytes == num_bytes(weights)
+    assert_equal(trainer, model)
+
+
+def test_one_receiver_of_a_broadcast_is_tied_and_one_is_not() -> None:
+    trainer, models = llama(1, tied=True), [llama(2, tied=True), llama(3, tied=False)]
+    store = listening_store("127.0.0.1")
+
+    def receive(rank: int) -> None:
+        group = gloo_group(connected_store("127.0.0.1", store.port), rank, 3, timeout=HANG)
+        for _ in range(2):
+            apply_weights(models[rank - 1], BroadcastReceiver(0, group, timeout=HANG), verify=True)
+
+    with ThreadPoolExecutor(2) as threads:
+        received = [threads.submit(receive, rank) for rank in (1, 2)]
+        with BroadcastSender(gloo_group(store, 0, 3, timeout=HANG), bucket_bytes=BUCKET, timeout=HANG) as sender:
+            for _ in range(2):
+                step(trainer)
+                sent = sender.send(trainer.state_dict(), delta=True)
+                assert sent.dense_bytes == num_bytes(trainer.state_dict())
+        for one in received:
+            one.result(HANG)
+    assert sent.delta, "both have it under both names"
+    for model in models:
+        assert_equal(trainer, model)
 
 
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])

@@ -39,7 +39,7 @@ from samebit.weight_sync.transports.shared_memory import SharedFile
 from samebit.weight_sync.transports.unix_socket import Free, Full, Left, NoMemory
 from samebit.weight_sync.wire.buckets import BucketHeader, BucketWriter, Ending, Kind, RecordHeader, open_records
 from samebit.weight_sync.wire.decoding import decode, encode
-from samebit.weight_sync.wire.link import MOST_BYTES, Announcement, Answer, Base, Outcome
+from samebit.weight_sync.wire.link import MOST_BYTES, Announcement, Answer, Base, Outcome, Tie
 from samebit.weight_sync.wire.patience import Patience
 
 from ..patience import HANG
@@ -58,9 +58,10 @@ WEIGHT = TensorSpec("weight", (3, 100), torch.bfloat16)
 HEADER = BucketHeader(0, 128, Ending.LAST, (1 << 64) - 1, 7)
 MESSAGES = [
     Announcement((WEIGHT, TensorSpec("ä\0\U0001f600", (), torch.bool)), Base(3, "ab"), ("weight: cast",), 4, "sm_90"),
+    Announcement((WEIGHT, replace(WEIGHT, name="tied")), ties=(Tie("weight", "tied"),)),
     Announcement(()),
     Answer("no, \U0001f600", True, 3),
-    Answer(),
+    Answer(apart=True),
     Outcome(7, "0f", None, 2),
     Outcome(failed="it did"),
     Full(3, 1, HEADER, (RecordHeader(0, Kind.BITMAP, 64, 9, 1 << 63),)),
@@ -123,10 +124,29 @@ def test_what_is_no_message_is_a_broken_sync(content: bytes) -> None:
 
 def test_an_announcement_is_one_of_different_tensors_that_torch_can_hold() -> None:
     for tensors in ((WEIGHT, WEIGHT), (replace(WEIGHT, shape=(1,) * 65),)):
-        body = {"kind": "Announcement", "base": None, "casts": [], "sync": 0, "arithmetic": ""}
+        body = {"kind": "Announcement", "base": None, "casts": [], "sync": 0, "arithmetic": "", "ties": []}
         listed = [{"name": one.name, "shape": one.shape, "dtype": "bfloat16"} for one in tensors]
         with pytest.raises(SyncBrokenError, match=r"announced twice|more than 64 dimensions"):
             decode(json.dumps({**body, "tensors": listed}).encode(), Announcement)
+
+
+@pytest.mark.parametrize(
+    "ties",
+    [
+        (Tie("weight", "weight"),),
+        (Tie("weight", "gone"),),
+        (Tie("gone", "b"),),
+        (Tie("weight", "b"), Tie("b", "c")),
+        (Tie("weight", "b"), Tie("weight", "b")),
+    ],
+)
+def test_a_tie_is_of_one_tensor_that_comes_and_one_that_does_not(ties: tuple[Tie, ...]) -> None:
+    tensors = tuple(replace(WEIGHT, name=name) for name in ("weight", "b", "c"))
+    content = encode(Announcement(tensors)).replace(
+        b'"ties": []', b'"ties": ' + json.dumps([*map(vars, ties)]).encode()
+    )
+    with pytest.raises(SyncBrokenError, match="a tie is not of a tensor that comes"):
+        decode(content, Announcement)
 
 
 # -- a bucket --------------------------------------------------------------------------------------
@@ -244,7 +264,7 @@ def test_an_announcement_is_bounded_by_what_the_model_can_need() -> None:
 def test_an_announcement_that_is_allowed_costs_little() -> None:
     names = [{"name": f"{number}", "shape": [], "dtype": "bool"} for number in range(18_000)]
     body = json.dumps(
-        {"kind": "Announcement", "tensors": names, "base": None, "casts": [], "sync": 0, "arithmetic": ""}
+        {"kind": "Announcement", "tensors": names, "base": None, "casts": [], "sync": 0, "arithmetic": "", "ties": []}
     ).encode()
     assert 0.8 * MOST_BYTES < len(body) < MOST_BYTES
     tracemalloc.start()

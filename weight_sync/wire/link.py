@@ -56,11 +56,20 @@ class Base:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """Says that two of the announced tensors are one at the sender."""
+
+    first: str
+    later: str
+
+
+@dataclass(frozen=True)
 class Announcement:
     """Begins a sync: the first message.
 
     casts: the sender's casts, as in a report. sync: the number that tells the syncs on one socket apart. arithmetic:
-    what decides the bits of the sender's forward on a GPU (`weight_sync.arithmetic`), empty without one.
+    what decides the bits of the sender's forward on a GPU (`weight_sync.arithmetic`), empty without one. ties: the
+    later names do not come, and are not in the base, unless a receiver asks for tied tensors `apart`.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -68,16 +77,33 @@ class Announcement:
     casts: tuple[str, ...] = ()
     sync: int = 0
     arithmetic: str = ""
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.specs) < len(self.tensors):
+        specs, later = self.specs, self.later
+        if len(specs) < len(self.tensors):
             raise ValueError("a tensor is announced twice")
+        if len(later) < len(self.ties) or not all(
+            name in specs and first in specs and first not in later for name, first in later.items()
+        ):
+            raise ValueError("a tie is not of a tensor that comes, and another that is announced")
         if any(len(spec.shape) > _MOST_DIMENSIONS for spec in self.tensors):
             raise ValueError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self.tensors}
+
+    @property
+    def later(self) -> dict[str, str]:
+        """Return the first name of each tensor that is announced under another one too, by the later name."""
+        return {tie.later: tie.first for tie in self.ties}
+
+    def agreed(self, decided: Answer) -> Announcement:
+        """Return what will come, once all receivers have answered: the base only of a delta."""
+        later = {} if decided.apart else self.later
+        tensors = tuple(spec for spec in self.tensors if spec.name not in later)
+        return replace(self, tensors=tensors, base=None if decided.full else self.base, ties=())
 
     @property
     def most_payload(self) -> int:
@@ -88,11 +114,12 @@ class Announcement:
 @dataclass(frozen=True)
 class Answer:
     """Answers an announcement, from one receiver. `refused`: why nothing may be sent; `full`: all weights are needed,
-    not a delta."""
+    not a delta; `apart`: what is tied at the sender is not tied here, and is needed under each name."""
 
     refused: str | None = None
     full: bool = False
     sync: int = 0
+    apart: bool = False
 
     def shortened(self, most: int) -> Answer:
         return self if self.refused is None else replace(self, refused=shortened(self.refused, most))
@@ -102,7 +129,11 @@ class Answer:
         """Return the one answer that several come to."""
         each = list(answers)
         reasons = [answer.refused for answer in each if answer.refused is not None]
-        return cls("; ".join(reasons) if reasons else None, any(answer.full for answer in each))
+        return cls(
+            "; ".join(reasons) if reasons else None,
+            any(answer.full for answer in each),
+            apart=any(answer.apart for answer in each),
+        )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class StreamUpdate:
     base_version = None
 
     def __init__(self, stream: WeightStream, manifest: Manifest, terms: UpdateTerms) -> None:
-        self._places = manifest.fit(stream.specs, terms)
+        places = manifest.fit(stream.specs, terms)
+        again = stream.ties if manifest.knows_ties(stream.ties, places) else {}
+        self._places = {name: place for name, place in places.items() if name not in again}
         self._stream = stream
         self._manifest = manifest
 
@@ -154,8 +156,7 @@ def receiving(
 def _agree(
     link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int | None
 ) -> tuple[Announcement, dict[str, Place]]:
-    """Wait for an announcement and answer it, whatever happens meanwhile; return it, without its base if all weights
-    will be sent, and places."""
+    """Wait for an announcement and answer it, whatever happens meanwhile; return what will come of it, and places."""
     announced = link.listen(most_announced(manifest.every_spec()))
     try:
         _check_arithmetic(announced.arithmetic, module, terms)
@@ -171,18 +172,23 @@ def _agree(
         raise SyncRefusedError(decided.refused)
     if answer.full:
         logger.warning("the base of this delta is not the weights here (version %s): asked for all weights", version)
-    return replace(announced, base=None) if decided.full else announced, places
+    agreed = announced.agreed(decided)
+    coming = agreed.specs
+    return agreed, {name: place for name, place in places.items() if name in coming}
 
 
 def _answer(
     announced: Announcement, module: nn.Module, manifest: Manifest, places: Mapping[str, Place], version: int | None
 ) -> Answer:
     """Return what is to be said to an announcement that fits."""
+    later = announced.later
+    apart = not manifest.knows_ties(later, places)
     if announced.base is None:
-        return Answer()
+        return Answer(apart=apart)
+    once = {name: place for name, place in places.items() if name not in later}
     casts = manifest.casts(announced.specs, places)
-    all_kept = not casts and len(places) == len(announced.tensors)
-    return Answer(full=not (all_kept and _has_base(announced.base, module, manifest, places, version)))
+    all_kept = not apart and not casts and len(places) == len(announced.tensors)
+    return Answer(full=not (all_kept and _has_base(announced.base, module, manifest, once, version)), apart=apart)
 
 
 def _check_arithmetic(announced: str, module: nn.Module, terms: UpdateTerms) -> None:

@@ -27,7 +27,7 @@ from samebit.weight_sync.manifest import NonFiniteWeightError
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.wire.buckets import ALIGN, Ending, Writer
 from samebit.weight_sync.wire.delta import DeltaEncoder
-from samebit.weight_sync.wire.link import Announcement, Base, Outcome, SenderLink, SyncRefusedError
+from samebit.weight_sync.wire.link import Announcement, Base, Outcome, SenderLink, SyncRefusedError, Tie
 from samebit.weight_sync.wire.sharded import Sharded
 from samebit.weight_sync.wire.stream import WeightStream, exhaust_after_error
 
@@ -113,20 +113,23 @@ class WeightSender(Closing):
         if not delta:
             self._base = _DeltaBase()
         began = time.monotonic()
-        base = self._base.known if self._base.tensors.keys() == stream.specs.keys() else None
-        specs = tuple(stream.specs.values())
-        answer = self.link.announce(Announcement(specs, base, stream.casts, arithmetic=arithmetic_here()))
+        announced = self._announcement(stream)
+        base = announced.base
+        answer = self.link.announce(announced)
         if answer.refused is not None:
             raise SyncRefusedError(answer.refused)
         if base is not None and answer.full:
             logger.warning("a receiver lacks version %d, the base of this delta: all weights are sent", base.version)
-        as_delta = base is not None and not answer.full
+        agreed = announced.agreed(answer)
+        as_delta = agreed.base is not None
+        if not as_delta:
+            self._base = _DeltaBase()
         self._base.known = None
         filling = _Filling(self.link)
         try:
             digests = {
                 name: self._send_weight(filling, index, name, weight, as_delta=as_delta, keep=delta)
-                for index, name, weight in _indexed(stream)
+                for index, name, weight in _indexed(stream, agreed.specs)
             }
         except BaseException as error:
             filling.break_off(error)
@@ -138,14 +141,26 @@ class WeightSender(Closing):
         if delta:
             self._base.known = _common_base(outcomes, hexadecimal(total))
         return SendReport(
-            tensors=len(stream.specs),
+            tensors=len(agreed.tensors),
             sent_bytes=filling.sent,
-            dense_bytes=sum(spec.num_bytes for spec in stream.specs.values()),
+            dense_bytes=sum(spec.num_bytes for spec in agreed.tensors),
             seconds=time.monotonic() - began,
             delta=as_delta,
             digest=hexadecimal(total),
             casts=stream.casts,
             versions=tuple(outcome.version for outcome in outcomes),
+        )
+
+    def _announcement(self, stream: WeightStream) -> Announcement:
+        """Return what begins a sync; without ties where the base has each tensor under all its names."""
+        kept = frozenset() if self._base.known is None else self._base.tensors.keys()
+        ties = {} if kept == stream.specs.keys() else stream.ties
+        return Announcement(
+            tuple(stream.specs.values()),
+            self._base.known if kept == stream.specs.keys() - ties.keys() else None,
+            stream.casts,
+            arithmetic=arithmetic_here(),
+            ties=tuple(Tie(first, later) for later, first in ties.items()),
         )
 
     def _send_weight(
@@ -245,9 +260,9 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
     return weights
 
 
-def _indexed(stream: WeightStream) -> Iterator[tuple[int, str, Tensor | Sharded]]:
-    index = {name: number for number, name in enumerate(stream.specs)}
-    for name, weight in stream.weights():
+def _indexed(stream: WeightStream, names: Iterable[str]) -> Iterator[tuple[int, str, Tensor | Sharded]]:
+    index = {name: number for number, name in enumerate(names)}
+    for name, weight in stream.weights(index):
         yield index[name], name, weight
 
 

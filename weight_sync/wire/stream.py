@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from samebit.weight_sync.digest import Lanes
 from samebit.weight_sync.folder_names import FolderNames, ignored_names
-from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, live_tensors
+from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, identity, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.source import check_readable, checked_dict
 from samebit.weight_sync.wire.sharded import Sharded, in_parts
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightStream:
-    """Iterates over (name, tensor), as announced by `specs`."""
+    """Iterates over (name, tensor), as announced by `specs`. `ties`: the first name of each tensor that comes again."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor | Sharded]]) -> None:
         for name, spec in specs.items():
@@ -41,13 +41,15 @@ class WeightStream:
             Lanes.of(spec.dtype)
         self.specs = dict(specs)
         self.casts: tuple[str, ...] = ()
+        self.ties: dict[str, str] = {}
         self._weights = iter(weights)
         self._gathering: Sharded | None = None
         self._begun = False
 
     @classmethod
     def of(cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> WeightStream:
-        """Stream a module (tied weights once) or a dict; floating tensors are cast to `dtype`, one at a time.
+        """Stream a module (tied weights once) or a dict, in which a tensor may have several names; floating tensors
+        are cast to `dtype`, one at a time.
 
         The buffers of a module are never cast: no mixed precision casts them for a forward. What a module holds that
         text has no use for (vision) is left out.
@@ -63,6 +65,7 @@ class WeightStream:
             for name, spec in specs.items()
             if spec.dtype != own[name].dtype
         )
+        stream.ties = _ties(tensors)
         return stream
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +153,26 @@ def _cast_spec(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     if dtype is None or not spec.dtype.is_floating_point:
         return spec
     return replace(spec, dtype=dtype)
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the first name of each tensor that comes under another one too, by the later name.
+
+    A state dict has an object of its own for each name of a tied weight: their memory tells that they are one.
+    """
+    first: dict[object, str] = {}
+    names = {name: first.setdefault(_memory(tensor), name) for name, tensor in tensors.items()}
+    return {name: earlier for name, earlier in names.items() if earlier != name}
+
+
+def _memory(tensor: Tensor) -> object:
+    """Return a key that is equal for two names of one tensor, whole or sharded."""
+    if not isinstance(tensor, DTensor):
+        return identity(tensor), tensor.dtype
+    local = tensor.to_local().detach()
+    if local.data_ptr() == 0:  # without rows on this rank
+        return id(tensor)
+    return identity(local), tensor.dtype, tensor.shape, tensor.placements
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
