@@ -188,6 +188,28 @@ def sharded_sync(rank: int) -> None:
         assert BUCKET // 2 < max(longest) <= BUCKET
 
 
+def a_dict_of_shards(rank: int) -> None:
+    """A tied weight travels once, by both its names in the dict; and only the rank that sends says to which dtype."""
+    sharded.PART_BYTES = BUCKET
+    pair, mesh = dist.new_group([0, 2]), DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        model = Model(4)
+        report = apply_weights(model, BroadcastReceiver(0, pair, timeout=HANG), verify=True)
+        check_equal(Model(3).to(torch.bfloat16).float(), model)
+        assert (report.tensors, report.sent_bytes) == (8, sum(p.nbytes for p in model.parameters()))
+        return
+    trainer = Model(3).to(torch.bfloat16)
+    for layer in trainer.layers:
+        fully_shard(layer, mesh=mesh)
+    weights = fully_shard(trainer, mesh=mesh).state_dict()
+    assert {"embed.weight", "head.weight"} <= weights.keys()
+    if rank == 1:
+        WeightStream.of(weights).exhaust()
+        return
+    with BroadcastSender(pair, bucket_bytes=BUCKET, timeout=HANG) as sender:
+        sender.send(weights, dtype=torch.float32)
+
+
 def sharded_in_one_process(rank: int) -> None:
     """Each of ranks 0 and 1 has a whole copy beside its shards, and rank 2 has none. A module and a dict of shards are
     refused; an iterator may give them as they are, split by rows or otherwise."""
@@ -295,6 +317,7 @@ def main(rank: int, folder: str) -> None:
     plain_syncs(rank)
     sharded_in_one_process(rank)
     sharded_sync(rank)
+    a_dict_of_shards(rank)
     broken_off_in_a_tensor(rank)
     dist.barrier()
     death_of_a_receiver(rank)

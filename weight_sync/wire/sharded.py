@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-* The parts are flat, in row-major order, at most `PART_BYTES` each, and begin at multiples of 64 bytes. No rank holds
-  more of the whole than two of them.
+* The parts are flat, in row-major order, at most `PART_BYTES` each in the dtype of the shards, whatever a rank casts
+  them to, and begin at multiples of 64 bytes. No rank holds more of the whole than two of them.
 * Every part is a collective: all ranks of the mesh go through `parts()`, `whole()` or `exhaust()` together, once. One
   that stops between two parts exhausts the rest.
 """
@@ -29,7 +29,7 @@ class Sharded:
     def __init__(self, tensor: DTensor, dtype: torch.dtype) -> None:
         self.shape = tensor.shape
         self.dtype = dtype
-        self._left = _broadcasts(tensor, dtype)
+        self._left = _broadcasts(tensor)
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the parts; the rank that holds a part broadcasts it to all."""
@@ -59,10 +59,10 @@ def in_parts(tensor: DTensor) -> bool:
     return tensor.device_mesh.ndim == 1 and tuple(tensor.placements) == (Shard(0),)
 
 
-def _broadcasts(tensor: DTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _broadcasts(tensor: DTensor) -> Iterator[Tensor]:
     mesh, local = tensor.device_mesh, tensor.to_local().detach().reshape(-1)
     group, me = mesh.get_group(), mesh.get_local_rank()
-    most = PART_BYTES // max(local.dtype.itemsize, dtype.itemsize)
+    most = PART_BYTES // local.dtype.itemsize
     for owner, count in enumerate(_shares(tensor)):
         for begin in range(0, count, most):
             size = min(most, count - begin)
