@@ -251,7 +251,7 @@ def test_another_grid_of_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "missing"),
     [
-        (PrefixCache, "awaited", lambda self, sequence: None, "no prefix_hits and leader_waits"),
+        (PrefixCache, "find_awaited", lambda self, sequence: None, "no prefix_hits and leader_waits"),
         (PrefixTree, "extend_match", lambda self, match, chain, tokens: None, "no prefix_hits"),
     ],
 )
