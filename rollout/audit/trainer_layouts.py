@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,14 +66,29 @@ def logits_of_padded(model: nn.Module, samples: list[Sample], temperature: float
 
 
 @torch.no_grad()
-def of_transformers(module: nn.Module, samples: list[Sample]) -> list[torch.Tensor]:
+def of_transformers(module: Any, samples: list[Sample]) -> list[torch.Tensor]:
     """Score each sequence in a forward of a module that is not bound: transformers' own, and torch's log-softmax."""
     found = []
-    for sample in samples:
-        ids = torch.tensor([sample.ids], device=device_of(module))
-        scores = module(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found.append(scores.gather(1, ids[0, 1:, None])[-len(sample.scored) :, 0].cpu())
+    with _all_of_attention(module):
+        for sample in samples:
+            ids = torch.tensor([sample.ids], device=device_of(module))
+            scores = module(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            found.append(scores.gather(1, ids[0, 1:, None])[-len(sample.scored) :, 0].cpu())
     return found
+
+
+@contextmanager
+def _all_of_attention(module: Any) -> Iterator[None]:
+    """Let attention that caps its scores (Gemma-2) be computed as written: transformers' SDPA leaves the cap out."""
+    if vars(module.config).get("attn_logit_softcapping") is None:
+        yield
+        return
+    before = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(before)
 
 
 LAYOUTS: dict[str, Layout] = {
