@@ -35,6 +35,7 @@ MOST_COMMANDS = 32
 MOST_EARLY = 10_000
 """Of calls that something was said of before they came, or after they had ended, so many are remembered."""
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Sources(Protocol):
@@ -53,8 +54,8 @@ class AsyncWorker:
     def __init__(self, sources: Sources, loaded: LocalWorker | None = None) -> None:
         self._loaded = loaded
         self._sources = sources
-        self._runs: dict[str, Handle] = {}
-        self._early: dict[str, None] = {}
+        self._runs: dict[str | int, Handle] = {}
+        self._early: dict[str | int, None] = {}
         self._turns = asyncio.Semaphore(MOST_COMMANDS)
 
     async def build(self, make: Callable[[], LocalWorker]) -> LocalWorker:
@@ -76,16 +77,14 @@ class AsyncWorker:
         for `cancel`; None: its id does."""
         name = request_id if ticket is None else ticket
         handle = self._runs[name] = self.worker.submit(prompt, params, request_id)
-        if ticket in self._early:
-            del self._early[ticket]
-            handle.cancel()
+        self._catch_up(ticket, handle)
         try:
             return await handle.result_async()
         finally:
             if self._runs.get(name) is handle:  # an id may have been taken again
                 del self._runs[name]
 
-    async def cancel(self, ticket: str) -> None:
+    async def cancel(self, ticket: str | int) -> None:
         """End the request of a call of `run` with what it has, unless it has ended. It may come before that call: Ray
         brings large arguments another way, and later."""
         handle = self._runs.get(ticket)
@@ -158,13 +157,19 @@ class AsyncWorker:
             raise WorkerStateError("no model is loaded yet")
         return self._loaded
 
+    def _catch_up(self, ticket: str | int | None, handle: Handle) -> None:
+        """Cancel the request of a call whose `cancel` came before it."""
+        if ticket in self._early:
+            del self._early[ticket]
+            handle.cancel()
+
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Run what may wait where it does not hold up the event loop; `MOST_COMMANDS` are waited for at once."""
         async with self._turns:
             return await asyncio.wrap_future(started(call))
 
 
-def remember(early: dict[str, T], name: str, said: T) -> None:
+def remember(early: dict[K, T], name: K, said: T) -> None:
     """Note what was said of a call that has not come; of too many the oldest is forgotten."""
     early[name] = said
     if len(early) > MOST_EARLY:

@@ -29,7 +29,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Running:
-    """Holds a request in flight; `member` runs it. run: its number; what feeds say of an earlier run is dropped."""
+    """Holds a request in flight; `member` runs it. run: its number there, by which both name it."""
 
     handle: FleetHandle
     prompt: list[int]
@@ -105,7 +105,7 @@ class Carrier:
     def _follow(self, handle: FleetHandle) -> None:
         running = self._of(handle)
         if running is not None:
-            self._crew.background.spawn(self._tell(running, "follow", running.run))
+            self._crew.background.spawn(self._tell(running, "follow"))
 
     def _of(self, handle: FleetHandle) -> Running | None:
         """Return the request of a handle, None if it has ended."""
@@ -114,7 +114,7 @@ class Carrier:
 
     def _abort(self, running: Running) -> None:
         running.cancelled = True
-        self._crew.background.spawn(self._tell(running, "abort"))
+        self._crew.background.spawn(self._tell(running, "cancel"))
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -123,7 +123,8 @@ class Carrier:
         while True:
             member, life = running.member, running.member.incarnation
             try:
-                output = await member.port.run(running.prompt, running.params, running.handle.request_id)
+                request_id = running.handle.request_id
+                output = await member.port.run(running.prompt, running.params, request_id, running.run)
             except WorkerLostError as error:
                 await self._crew.lose(member, life, error)
                 if self._goes_on(running):
@@ -157,16 +158,16 @@ class Carrier:
         running.run = next(self._runs)
         self.resubmitted += 1
         if running.handle.followed:
-            self._crew.background.keep(self._tell(running, "follow", running.run))
+            self._crew.background.keep(self._tell(running, "follow"))
         return True
 
-    async def _tell(self, running: Running, what: str, *more: int) -> None:
+    async def _tell(self, running: Running, what: str) -> None:
         """Tell the replica that runs a request, unless it has ended, a command; a dead replica is passed over."""
         if self._of(running.handle) is None:
             return
         with contained(f"{what} at a replica"):
             try:
-                await running.member.port.command(what, running.handle.request_id, *more)
+                await running.member.port.command(what, running.run)
             except WorkerLostError:
                 return
 

@@ -75,7 +75,9 @@ class ReplicaPort(Protocol):
         """Begin to note what is cached, under this number of the replica's life."""
         ...
 
-    async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput: ...
+    async def run(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
+        """Generate one request. run: its number, by which commands name it; they may overtake it."""
+        ...
 
     async def feed(self) -> Feed:
         """Wait until there is something to tell, or a second has passed."""

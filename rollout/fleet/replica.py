@@ -52,9 +52,9 @@ class ReplicaSide(AsyncWorker):
         if self._journal is not None:
             raise WorkerStateError("this replica belongs to a fleet already")
         self._host = host
-        self._handles: dict[str, RequestHandle] = {}
-        self._awaited: dict[str, int] = {}
-        self._readers: dict[str, tuple[int, TokenReader]] = {}
+        self._handles: dict[int, RequestHandle] = {}
+        self._awaited: dict[int, None] = {}
+        self._readers: dict[int, tuple[str, TokenReader]] = {}
         self._something = asyncio.Event()
         self._reading: dict[str, asyncio.Future[SyncReport]] = {}
         self._loop = asyncio.get_running_loop()
@@ -71,25 +71,29 @@ class ReplicaSide(AsyncWorker):
             raise WorkerStateError(f"a replica runs a RolloutWorker, not a {type(worker).__name__}")
         return worker
 
-    async def run_followed(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-        """Generate one request, whose tokens the feeds hold once it is followed."""
-        handle = self._handles[request_id] = self.rollout.submit(prompt, params, request_id)
+    async def run_followed(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
+        """Generate one request, whose tokens the feeds hold once it is followed. run: names this call, never another
+        one, for `follow` and `cancel`: an id may come again.
+        """
+        handle = self._handles[run] = self._runs[run] = self.rollout.submit(prompt, params, request_id)
         try:
-            if request_id in self._awaited:
-                await self.follow(request_id, self._awaited.pop(request_id))
+            self._catch_up(run, handle)
+            if run in self._awaited:
+                del self._awaited[run]
+                await self.follow(run)
             return await handle.result_async()
         finally:
-            del self._handles[request_id]
+            del self._handles[run], self._runs[run]
 
-    async def follow(self, request_id: str, run: int) -> None:
+    async def follow(self, run: int) -> None:
         """Let the feeds hold the tokens of a request, from its first one; one that has ended needs none. This may come
-        before the request, as `cancel` may: of another run of that id the fleet takes no tokens.
+        before the request, as `cancel` may.
         """
-        handle = self._handles.get(request_id)
+        handle = self._handles.get(run)
         if handle is None:
-            remember(self._awaited, request_id, run)
+            remember(self._awaited, run, None)
             return
-        self._readers[request_id] = run, handle.reader()
+        self._readers.setdefault(run, (handle.request_id, handle.reader()))
         self._something.set()
 
     async def feed(self) -> Feed:
@@ -172,9 +176,9 @@ class ReplicaSide(AsyncWorker):
     def _new_tokens(self) -> list[Streamed]:
         """Take what is new. A request that has failed, or ended, is followed no longer: its result tells the rest."""
         found = []
-        for name, (run, reader) in list(self._readers.items()):
-            if name not in self._handles:
-                del self._readers[name]
+        for run, (name, reader) in list(self._readers.items()):
+            if run not in self._handles:
+                del self._readers[run]
             elif reader.ready:
                 with suppress(Exception):  # boundary: the request's own result raises it
                     found.append(Streamed(name, run, reader.read()))

@@ -46,8 +46,8 @@ class LocalPort:
     async def begin(self, incarnation: int) -> Introduction:
         return await self._call(self.side.begin(incarnation))
 
-    async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-        return await self._call(self.side.run_followed(prompt, params, request_id))
+    async def run(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
+        return await self._call(self.side.run_followed(prompt, params, request_id, run))
 
     async def feed(self) -> Feed:
         if self.mute is not None:

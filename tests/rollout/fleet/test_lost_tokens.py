@@ -32,27 +32,31 @@ def test_a_stream_that_lost_tokens_ends_with_an_error() -> None:
             StreamGapError, match=r"sample 0: tokens from \d+ on have come where those from \d+ on were"
         ):
             reader.read()
-        wait_until(lambda: "abort" in port.commands)
+        wait_until(lambda: "cancel" in port.commands)
         gate.release(100)
         wait_until(lambda: not local.busy())
 
 
-def test_a_large_request_streams_too() -> None:
-    """Ray lets a small call overtake one with large arguments: the replica hears of the reader first."""
+def overtaken(port: LocalPort, command: str) -> None:
+    """Ray lets a small call overtake one with large arguments: the replica hears of the command first."""
+    run, told, heard = port.side.run_followed, getattr(port.side, command), asyncio.Event()
 
+    async def first(number: int) -> None:
+        await told(number)
+        heard.set()
+
+    async def second(prompt: list[int], params: SamplingParams, request_id: str, number: int) -> RequestOutput:
+        await heard.wait()
+        return await run(prompt, params, request_id, number)
+
+    setattr(port.side, command, first)
+    port.side.run_followed = second  # type: ignore[method-assign]
+
+
+def test_a_large_request_streams_too() -> None:
     def prepare(port: LocalPort) -> None:
         gated(port)
-        run, follow, followed = port.side.run_followed, port.side.follow, asyncio.Event()
-
-        async def follow_first(request_id: str, number: int) -> None:
-            await follow(request_id, number)
-            followed.set()
-
-        async def run_second(prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-            await followed.wait()
-            return await run(prompt, params, request_id)
-
-        port.side.follow, port.side.run_followed = follow_first, run_second  # type: ignore[method-assign]
+        overtaken(port, "follow")
 
     with LocalFleet(replicas=1, prepare=prepare) as local:
         fed: list[bool] = []
@@ -68,6 +72,64 @@ def test_a_large_request_streams_too() -> None:
         assert any(fed), "a feed that began after two steps has brought nothing of them"
         runner.gate.release(100)
         assert handle.result(HANG).samples[0].token_ids == fake_continuation([3, 4], 0, 20)
+
+
+def test_a_request_that_is_followed_twice_streams_once() -> None:
+    """As when its replica has died while its reader was made: both tell the next one."""
+    with LocalFleet(replicas=1, prepare=gated) as local:
+        port, seen = local.ports["0"], list[int]()
+        handle = local.fleet.submit([3, 4], SamplingParams(max_tokens=20))
+        reader = handle.reader()
+
+        def read() -> bool:
+            seen.extend(token for chunk in reader.read() for token in chunk.token_ids)
+            return reader.ended
+
+        port.runner.gate.release(2)
+        wait_until(lambda: read() or len(seen) == 2)
+        (run,) = port.side._handles
+        local.fleet._crew.background.wait(port.side.follow(run))
+        port.runner.gate.release(100)
+        wait_until(read)
+        assert seen == handle.result(HANG).samples[0].token_ids == fake_continuation([3, 4], 0, 20)
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_large_request_can_be_cancelled_at_once(by_id: bool) -> None:
+    with LocalFleet(replicas=1) as local:
+        params = SamplingParams(max_tokens=20)
+        overtaken(local.ports["0"], "cancel")
+        handle = local.fleet.submit([3, 4], params, "mine")
+        local.fleet.abort("mine") if by_id else handle.cancel()
+        assert handle.result(HANG).samples[0].finish_reason == "abort"
+        again = local.fleet.submit([3, 4], params, "mine").result(HANG)
+        assert again.samples[0].token_ids == fake_continuation([3, 4], 0, 20)
+
+
+def test_a_cancel_that_comes_after_the_end_ends_no_later_request_of_the_id() -> None:
+    """A replica cannot tell it from one that comes too early."""
+    with LocalFleet(replicas=1) as local:
+        side, ended, cancelled = local.ports["0"].side, list[str](), asyncio.Event()
+        run, cancel = side.run_followed, side.cancel
+
+        async def answered_late(
+            prompt: list[int], params: SamplingParams, request_id: str, number: int
+        ) -> RequestOutput:
+            output = await run(prompt, params, request_id, number)
+            ended.append(request_id)
+            await cancelled.wait()
+            return output
+
+        async def noted(ticket: str | int) -> None:
+            await cancel(ticket)
+            cancelled.set()
+
+        side.run_followed, side.cancel = answered_late, noted  # type: ignore[method-assign]
+        handle = local.fleet.submit([3, 4], SamplingParams(max_tokens=3), "mine")
+        wait_until(lambda: ended)
+        handle.cancel()
+        again = [handle.result(HANG), local.fleet.submit([3, 4], SamplingParams(max_tokens=3), "mine").result(HANG)]
+        assert [output.samples[0].finish_reason for output in again] == ["length", "length"]
 
 
 def test_the_result_brings_what_a_streams_end_has_lost() -> None:

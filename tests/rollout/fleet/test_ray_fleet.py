@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -119,6 +120,18 @@ def test_commands_reach_all_actors(fleet: RayFleet) -> None:
     fleet.reset_prefix_cache()
     assert len(fleet.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
     assert fleet.stats()["replicas_open"] == 2
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_large_request_can_be_cancelled_at_once(fleet: RayFleet, by_id: bool) -> None:
+    """Arguments of more than 100 KiB go another way, and the cancel overtakes them; so long a prompt does, too."""
+    fleet.pause()
+    try:
+        handle = fleet.submit([1], replace(LONG, cache_salt="x" * 200_000))
+        fleet.abort(handle.request_id) if by_id else handle.cancel()
+    finally:
+        fleet.resume()
+    assert handle.result(HANG).samples[0].finish_reason == "abort"
 
 
 def test_a_server_in_front_of_a_fleet(fleet: RayFleet, folder: Path) -> None:
