@@ -93,8 +93,11 @@ class AsyncWorker:
             return
         remember(self._early, ticket, None)
 
-    async def abort(self, request_ids: str | Iterable[str]) -> None:
+    async def abort(self, request_ids: str | Iterable[str], tickets: Iterable[str] = ()) -> None:
+        """End these requests with what they have. tickets: of calls with these ids that may come after this one."""
         self.worker.abort(request_ids)
+        for ticket in tickets:
+            await self.cancel(ticket)
 
     async def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
         """Take weights as the worker does; `source` names a link."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -85,6 +86,7 @@ class RayWorker(Closing):
         self._device = device
         self._sending = threading.Lock()
         self._sender: SharedMemorySender | CudaIpcSender | None = None
+        self._handles: weakref.WeakValueDictionary[str, RayRequestHandle] = weakref.WeakValueDictionary()
 
     @classmethod
     def start(
@@ -147,7 +149,9 @@ class RayWorker(Closing):
         """Queue one prompt. What is wrong with it is raised by the handle's `result`."""
         ticket = uuid.uuid4().hex
         name = f"request-{ticket}" if request_id is None else request_id
-        return RayRequestHandle(self.actor, name, ticket, self.actor.run.remote(prompt, params, name, ticket))
+        reference = self.actor.run.remote(prompt, params, name, ticket)
+        handle = self._handles[name] = RayRequestHandle(self.actor, name, ticket, reference)
+        return handle
 
     def submit_all(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
@@ -157,7 +161,10 @@ class RayWorker(Closing):
         return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        wait_for(self.actor.abort.remote(as_request_ids(request_ids)))
+        """End these requests with what they have; those whose handles are held here also while they are on the way."""
+        ids = as_request_ids(request_ids)
+        tickets = [handle.ticket for one in ids if (handle := self._handles.get(one)) is not None]
+        wait_for(self.actor.abort.remote(ids, tickets))
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -285,7 +292,7 @@ class RayRequestHandle:
     def __init__(self, actor: Any, request_id: str, ticket: str, reference: ray.ObjectRef[RequestOutput]) -> None:
         self.request_id = request_id
         self._actor = actor
-        self._ticket = ticket
+        self.ticket = ticket
         self._reference = reference
 
     @property
@@ -295,7 +302,7 @@ class RayRequestHandle:
     def cancel(self) -> None:
         """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
         if not self.done:
-            wait_for(self._actor.cancel.remote(self._ticket))
+            wait_for(self._actor.cancel.remote(self.ticket))
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, `WorkerLostError`, or TimeoutError (it goes on)."""
@@ -307,7 +314,7 @@ class RayRequestHandle:
         try:
             return await wait_for_async(self._reference)
         except asyncio.CancelledError:
-            self._actor.cancel.remote(self._ticket)  # nobody waits for it: the loop goes on
+            self._actor.cancel.remote(self.ticket)  # nobody waits for it: the loop goes on
             raise
 
 

@@ -223,12 +223,13 @@ def test_an_await_that_is_cancelled_cancels_the_request(worker: RayWorker) -> No
     assert handle.result(HANG).samples[0].finish_reason == "abort"
 
 
-def test_a_large_request_can_be_cancelled_at_once(worker: RayWorker) -> None:
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_large_request_can_be_cancelled_at_once(worker: RayWorker, by_id: bool) -> None:
     """Arguments of more than 100 KiB go another way, and the cancel overtakes them; so long a prompt does, too."""
     worker.pause()
     try:
-        handle = worker.submit([1], LONG, request_id="x" * 200_000)
-        handle.cancel()
+        handle = worker.submit([1], replace(LONG, cache_salt="x" * 200_000))
+        worker.abort(handle.request_id) if by_id else handle.cancel()
     finally:
         worker.resume()
     assert handle.result(HANG).samples[0].finish_reason == "abort"
