@@ -150,7 +150,9 @@ class RayWorker(Closing):
         ticket = uuid.uuid4().hex
         name = f"request-{ticket}" if request_id is None else request_id
         reference = self.actor.run.remote(prompt, params, name, ticket)
-        handle = self._handles[name] = RayRequestHandle(self.actor, name, ticket, reference)
+        handle = RayRequestHandle(self.actor, name, ticket, reference)
+        if isinstance(name, str):  # any other id is refused by the actor
+            self._handles[name] = handle
         return handle
 
     def submit_all(

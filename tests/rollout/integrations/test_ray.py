@@ -196,6 +196,12 @@ def test_requests_can_be_cancelled(worker: RayWorker) -> None:
     wait_until(lambda: not worker.stats()["running"])
 
 
+def test_an_id_that_is_no_text_is_refused_by_the_result(worker: RayWorker) -> None:
+    handle = worker.submit([1], PARAMS, request_id=["mine"])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="mine"):
+        handle.result(HANG)
+
+
 def test_a_cancel_ends_no_other_request_of_the_id(worker: RayWorker) -> None:
     first = worker.submit([1], PARAMS, request_id="mine")
     first.result(HANG)
