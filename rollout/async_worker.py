@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_COMMANDS = 32
 MOST_EARLY = 10_000
-"""Of calls that something was said of before they came, or after they had ended, so many are remembered."""
+"""Limits how many calls are remembered that were cancelled or followed before they came, or after they had ended."""
 T = TypeVar("T")
 K = TypeVar("K")
 
