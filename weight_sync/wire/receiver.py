@@ -171,7 +171,11 @@ def _agree(
     if decided.refused is not None:
         raise SyncRefusedError(decided.refused)
     if answer.full:
-        logger.warning("the base of this delta is not the weights here (version %s): asked for all weights", version)
+        logger.warning(
+            "asked for all weights, not a delta: its base is not the weights here (version %s), or these are cast, tied "
+            "in another way, or lack a place for some of it",
+            version,
+        )
     agreed = announced.agreed(decided)
     coming = agreed.specs
     return agreed, {name: place for name, place in places.items() if name in coming}
