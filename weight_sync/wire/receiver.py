@@ -172,8 +172,8 @@ def _agree(
         raise SyncRefusedError(decided.refused)
     if answer.full:
         logger.warning(
-            "asked for all weights, not a delta: its base is not the weights here (version %s), or these are cast, tied "
-            "in another way, or lack a place for some of it",
+            "asked for all weights, not a delta: its base is not the weights here (version %s), or these are cast, "
+            "tied in another way, or lack a place for some of it",
             version,
         )
     agreed = announced.agreed(decided)
