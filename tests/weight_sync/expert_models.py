@@ -54,10 +54,10 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     },
     "GptOss": {"num_local_experts": 5, "head_dim": 6, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""What each family's config adds to the common sizes, by the prefix of its classes."""
+"""Holds what each family's config adds to the common sizes, by the prefix of its classes."""
 
 IN_PARTS = ("Qwen3Moe", "Mixtral", "Olmoe", "Glm4Moe", "DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH")
-"""The families whose checkpoints hold one tensor an expert."""
+"""Lists the families whose checkpoints hold one tensor for each expert."""
 
 
 def expert_model(family: str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, **sizes: int) -> PreTrainedModel:

@@ -43,7 +43,7 @@ BUCKET = 4096
 WORLD = 3
 HANG = 900
 DEATH = 30
-"""Seconds: gloo waits for them where it does not see that a rank died."""
+"""Is the number of seconds that gloo waits for a rank whose death it does not see."""
 
 
 class Model(nn.Module):
@@ -67,7 +67,7 @@ def check_equal(model: nn.Module, other: nn.Module) -> None:
 
 
 def plain_syncs(rank: int) -> None:
-    """Full, delta, a receiver without the base, refused by one, damaged at one, broken off by the sender."""
+    """Runs syncs: full, delta, without the base, refused by a receiver, damaged at one, broken off by the sender."""
     trainer, model = Model(1), Model(rank + 10)
     link: Any = BroadcastSender(bucket_bytes=BUCKET, timeout=HANG) if rank == 0 else BroadcastReceiver(0, timeout=HANG)
 
@@ -189,7 +189,7 @@ def sharded_sync(rank: int) -> None:
 
 
 def a_dict_of_shards(rank: int) -> None:
-    """A tied weight travels once, by both its names in the dict; and only the rank that sends says to which dtype."""
+    """Checks that a tied weight travels once, by both its names, and that only the sending rank says to which dtype."""
     sharded.PART_BYTES = BUCKET
     pair, mesh = dist.new_group([0, 2]), DeviceMesh("cpu", [0, 1])
     if rank == 2:
@@ -211,8 +211,9 @@ def a_dict_of_shards(rank: int) -> None:
 
 
 def sharded_in_one_process(rank: int) -> None:
-    """Each of ranks 0 and 1 has a whole copy beside its shards, and rank 2 has none. A module and a dict of shards are
-    refused; an iterator may give them as they are, split by rows or otherwise."""
+    """Checks ranks 0 and 1 that have a whole copy beside their shards, while rank 2 has none. A module and a dict of
+    shards are refused; an iterator may give them as they are, split by rows or otherwise.
+    """
     mesh = DeviceMesh("cpu", [0, 1])
     if rank == 2:
         return
@@ -232,8 +233,9 @@ def sharded_in_one_process(rank: int) -> None:
 
 
 def broken_off_in_a_tensor(rank: int) -> None:
-    """A send ends between two parts of a sharded tensor: by NaN, by a receiver that fails, by a tensor that was not
-    announced. Rank 1 goes through the rest, of this tensor and the others, with nobody to wait for."""
+    """Ends a send between two parts of a sharded tensor: by NaN, by a receiver that fails, by a tensor that was not
+    announced. Rank 1 goes through the rest, of this tensor and the others, with nobody to wait for.
+    """
     sharded.PART_BYTES = BUCKET
     pair, mesh = dist.new_group([0, 2]), DeviceMesh("cpu", [0, 1])
     if rank == 2:
@@ -292,7 +294,7 @@ def failing_at(number: int, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def death_of_a_receiver(rank: int) -> None:
-    """Rank 2 is killed in the middle; the others hear of it, and the link refuses to go on."""
+    """Checks that when rank 2 is killed in the middle, the others hear of it, and the link refuses to go on."""
     trainer, model = Model(1), Model(2)
     if rank == 0:
         with BroadcastSender(bucket_bytes=1024, timeout=DEATH) as sender:

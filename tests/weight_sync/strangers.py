@@ -1,4 +1,4 @@
-"""Peers that a test plays, and messages that nobody would send: mutations of valid ones."""
+"""Plays peers of a link, and makes messages that nobody would send: mutations of valid ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def changed(tree: Any, path: tuple[Any, ...], act: str, value: Any) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, messages: list[bytes]) -> bytes:
-    """One of the valid messages, changed in its JSON once or twice, or in its bytes."""
+    """Draws one of the valid messages, changed in its JSON once or twice, or in its bytes."""
     content = draw(st.sampled_from(messages))
     if draw(st.booleans()):
         tree = json.loads(content)
@@ -80,7 +80,7 @@ def framed(content: bytes) -> bytes:
 
 
 class RawSender(Channel):
-    """The sender's end of a connection to this receiver, which says what the test wants."""
+    """Stands at the sender's end of a connection to this receiver, and says what the test wants."""
 
     def __init__(self, connected: socket.socket, receiver: SharedMemoryReceiver) -> None:
         super().__init__(connected, Patience(HANG))
@@ -94,7 +94,7 @@ class RawSender(Channel):
 
 @contextmanager
 def receiving_from_a_stranger(model: nn.Module, *, timeout: float = HANG) -> Iterator[tuple[RawSender, Any]]:
-    """A raw sender, and the future of the `apply_weights` that listens to it."""
+    """Gives a raw sender, and the future of the `apply_weights` that listens to it."""
     endpoint = Endpoint()
     with endpoint, SharedMemoryReceiver(endpoint.address, timeout=timeout) as end, ThreadPoolExecutor(1) as other:
         received = other.submit(apply_weights, model, end)
@@ -107,7 +107,7 @@ def receiving_from_a_stranger(model: nn.Module, *, timeout: float = HANG) -> Ite
 
 @contextmanager
 def sending_to_a_stranger(sender: SharedMemorySender, model: nn.Module) -> Iterator[tuple[Channel, socket.socket, Any]]:
-    """A raw receiver, its socket, and the future of the `send` that talks to it."""
+    """Gives a raw receiver, its socket, and the future of the `send` that talks to it."""
     with ThreadPoolExecutor(1) as other:
         sent = other.submit(sender.send, model)
         connected = connect(sender.address, HANG)

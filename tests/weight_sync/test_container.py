@@ -74,7 +74,7 @@ def test_the_first_kind_without_a_limit(tmp_path: Path) -> None:
 
 
 def test_no_room_for_shared_memory_in_a_container(tmp_path: Path) -> None:
-    """The system would end the process, with gigabytes free on its machine."""
+    """Memory beyond a container's limit is refused: the system would end the process, whatever its machine has."""
     root = system(tmp_path, "0::/", {"memory.max": "9000", "memory.current": "8000"})
     with pytest.raises(OSError, match=r"no room for 2048 bytes of shared memory: 1000 bytes are available"):
         SharedBuckets.create(1024, root)

@@ -76,7 +76,7 @@ class Model(nn.Module):
 
 
 class Pair:
-    """A trainer's and a receiver's model, and what syncs them."""
+    """Holds a trainer's and a receiver's model, and what syncs them."""
 
     def __init__(self) -> None:
         self.trainer, self.model = Model(), Model()

@@ -33,7 +33,7 @@ def model(seed: int) -> nn.Module:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
-    """The copies that are made, each when those before it are gone."""
+    """Lists the copies that are made, and checks that those before are gone when the next one is made."""
     monkeypatch.setattr(destination, "in_place_bytes", lambda tensor: None)
     made: list[weakref.ref[torch.Tensor]] = []
     copy: Callable[[Destination, torch.Tensor], torch.Tensor] = Destination._copy_of
@@ -49,7 +49,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
 
 
 def test_memory_that_is_elsewhere_is_copied_one_tensor_at_a_time(copies: list[weakref.ref[torch.Tensor]]) -> None:
-    """A worker on a GPU refused every update but that of a folder, a dictionary or another module."""
+    """Each tensor goes through a copy that is gone before the next one is made. (A worker on a GPU refused such
+    updates.)
+    """
     ours, theirs = model(0), model(1)
     versions = [part._version for part in ours.parameters()]
     report = apply_weights(ours, WeightStream.of(theirs), verify=True)
@@ -81,7 +83,7 @@ def test_a_delta_is_written_one_tensor_at_a_time_too(copies: list[weakref.ref[to
 
 
 def test_a_tensor_that_comes_back_after_its_end_is_refused() -> None:
-    """What is written there would reach nothing."""
+    """Bytes of a tensor that is complete already are refused, as they would reach nothing."""
     one = Destination(TensorSpec("x", (2,), torch.float32), torch.zeros(2))
     one.put(0, np.arange(8, dtype=np.uint8))
     with pytest.raises(SyncBrokenError, match="more of x came after its end"):

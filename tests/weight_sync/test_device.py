@@ -58,7 +58,7 @@ def test_it_finds_what_the_scan_of_the_host_finds(shape: tuple[int, ...], dtype:
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.is_floating_point], ids=str)
 def test_any_bits_are_told_apart_as_on_the_host(dtype: torch.dtype) -> None:
-    """Random bits: NaN, infinities, both signs; in parts of every length."""
+    """A scan on the device finds in random bits (NaN, infinities, both signs) what a scan on the host finds."""
     torch.manual_seed(1)
     bits = torch.randint(0, 256, (8000,), dtype=torch.uint8)
     for begin in range(0, 512, 8):
@@ -77,7 +77,7 @@ def test_a_long_tensor_is_scanned_in_chunks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Model(nn.Module):
-    """Larger than a bucket, empty, transposed, not aligned, a tie, an integer buffer."""
+    """Has tensors of all kinds: larger than a bucket, empty, transposed, not aligned, tied, an integer buffer."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Sender(WeightSender):
 
 
 class Receiver(CudaIpcReceiver):
-    """`damage(header, memory)` may change what arrives."""
+    """Receives what `damage(header, memory)` makes of each bucket."""
 
     damage: Callable[[BucketHeader, CudaBuckets], BucketHeader] | None = None
 
@@ -132,7 +132,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sender, Receiver]]:
 
 @pytest.mark.parametrize("asked", ["cuda", "cuda:1"])
 def test_a_gpu_is_named_where_an_end_is_made(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the threads that send and receive later another one may be current."""
+    """The current GPU is read once, as the threads that send and receive later may have another current one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert cuda_memory.cuda_device(asked) == torch.device("cuda", 1)
@@ -177,7 +177,7 @@ def test_a_cast_at_the_receiver(pair: tuple[Sender, Receiver], beside: ThreadPoo
 def test_a_trainer_on_another_kind_of_gpu_is_refused_unless_bits_do_not_matter(
     pair: tuple[Sender, Receiver], beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or with other compilers. A side without a GPU is not compared."""
+    """Another GPU or other compilers are refused by name; a side without a GPU is not compared."""
     sender, end = pair
     trainer, model = Model(1), Model(2)
     there, here = "sm_80, torch 2.11.0, triton 3.6.0", "sm_90, torch 2.11.0, triton 3.6.0"
@@ -337,7 +337,7 @@ def test_a_device_that_is_no_gpu(make: Callable[[str], object]) -> None:
 
 @pytest.mark.parametrize(("delta", "says"), [(True, "takes no delta=True"), (0, "must be True or False, got 0")])
 def test_a_delta_is_refused_and_its_stream_gone_through(delta: bool, says: str) -> None:
-    """A sender needs a GPU; this one is refused before it has a link."""
+    """A delta is refused before there is a link, so that no GPU is needed, and the stream is read to its end."""
     sender, gathered = CudaIpcSender.__new__(CudaIpcSender), list[str]()
     with pytest.raises(ValueError, match=says):
         sender.send(noted_stream(dict(Model(1).named_parameters()), gathered), delta=delta)

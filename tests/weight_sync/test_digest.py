@@ -25,7 +25,7 @@ MASK = (1 << 64) - 1
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random bits, NaN and all (of a bool, 0 and 1)."""
+    """Draws random bits, NaN and all (of a bool, 0 and 1)."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()

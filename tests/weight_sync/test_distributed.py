@@ -40,10 +40,10 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 class OfHosts(dist.ProcessGroupGloo):
-    """In place of NCCL's: it travels between hosts."""
+    """Stands in for NCCL's backend with one that travels between hosts."""
 
     class Options:
-        """What NCCL's are made with here."""
+        """Stands in for the options that NCCL's backend is made with."""
 
         _timeout = timedelta()
 
@@ -66,7 +66,7 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_a_group_without_a_world(make_group: Callable[..., Any]) -> None:
-    """Two receivers that know nothing but where the sender listens; here each is a thread."""
+    """A receiver needs to know nothing but where the sender listens; here each of the two receivers is a thread."""
     torch.manual_seed(1)
     source, targets = nn.Linear(33, 129), [nn.Linear(33, 129) for _ in range(2)]
     store = listening_store("127.0.0.1")
@@ -88,7 +88,7 @@ def test_a_group_without_a_world(make_group: Callable[..., Any]) -> None:
 
 
 def test_a_store_listens_where_another_has_just_ended() -> None:
-    """Whose connections the system remembers for a minute: a trainer that is started again has its address."""
+    """A trainer that is started again listens at its old port, whose connections the system remembers for a minute."""
     store = listening_store("127.0.0.1")
     port = store.port
     client = connected_store("127.0.0.1", port)
@@ -150,7 +150,7 @@ def test_a_long_refusal_says_that_it_was_cut() -> None:
     "reason", ["\U0001f600" * 342, "\U0001f600" * 9000, "\x01" * 5000, "\ud800" * 5000, '"\\' * 5000]
 )
 def test_a_reason_of_any_characters_leaves_the_group_of_use(reason: str) -> None:
-    """Whatever a failure says, in any alphabet: it fits the message of set size, and the next sync goes well."""
+    """A failure's reason in any alphabet fits into the message, which has a set size, and the next sync goes well."""
     store = listening_store("127.0.0.1")
     model, trainer = nn.Linear(3, 5), nn.Linear(3, 5)
 
@@ -188,7 +188,7 @@ def test_closing_a_receiver_ends_its_wait() -> None:
 
 
 class _EndsAsItsSliceIsOver(dist.Work):
-    """A collective that completes between the end of a slice of its wait and the look at whether it has completed."""
+    """Completes between the end of a slice of its wait and the look at whether it has completed."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -207,14 +207,16 @@ class _EndsAsItsSliceIsOver(dist.Work):
 
 
 class _BusyGroup(dist.ProcessGroupGloo):
-    """A group whose broadcasts all end at the most awkward moment."""
+    """Ends each of its broadcasts at the most awkward moment."""
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work:
         return _EndsAsItsSliceIsOver(super().broadcast(tensors, options))
 
 
 def test_a_collective_that_ends_as_its_slice_is_over() -> None:
-    """It is no timeout: the update is whole, and the group of use. (Once a link broke so: incomplete weights.)"""
+    """A collective that completes just as a slice of its wait ends is no timeout: the update is whole, and the next
+    goes well. (A link broke so once, and left incomplete weights.)
+    """
     store = listening_store("127.0.0.1")
     model, trainer = nn.Linear(300, 129), nn.Linear(300, 129)
     limit = timedelta(seconds=HANG)

@@ -40,7 +40,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary directory of this test; a socket's path is short."""
+    """Return a temporary directory of this test, with a short name, as a socket's path has to be short."""
     folder = Path(tempfile.mkdtemp(prefix="D"))
     folder.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -49,7 +49,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def left_behind(folder: Path, mode: int = 0o700) -> Path:
-    """A socket that nobody listens at any more, in a folder of its own."""
+    """Return a socket that nobody listens at any more, in a folder of its own."""
     folder.mkdir()
     folder.chmod(mode)
     with socket.socket(socket.AF_UNIX) as dead:
@@ -164,7 +164,7 @@ def test_senders_that_are_made_at_once_do_not_sweep_each_other(temporary: Path) 
 
 
 def test_a_temporary_directory_of_a_long_name(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address of a socket has at most 107 bytes, and this one far more."""
+    """A link works under a temporary directory whose name is far longer than the 107 bytes of a socket's address."""
     deep = temporary.joinpath(*["of a job on a cluster" * 5] * 5)
     deep.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -244,7 +244,7 @@ def test_a_folder_that_others_may_enter_is_refused_by_both_ends(mode: int) -> No
 
 
 def test_another_user_s_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is another user's, where this process is one that nothing belongs to."""
+    """A socket in another user's folder is refused; here this process is taken for another user's."""
     with SharedMemorySender(timeout=5) as sender, SharedMemoryReceiver(sender.address, timeout=5) as end:
         here = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: here + 1)
@@ -282,7 +282,7 @@ def in_a_child_of_another_user(act: object) -> None:
 
 @as_root
 def test_a_listener_of_another_user_is_refused(temporary: Path) -> None:
-    """The folder and the socket are this user's, but not who listens."""
+    """A link is refused where another user's process listens, though folder and socket are this user's."""
     folder = temporary / "samebit-link-1"
     folder.mkdir()
     folder.chmod(0o777)

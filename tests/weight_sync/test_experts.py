@@ -52,7 +52,9 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", EXPERT_MODELS)
 def test_save_pretrained_and_back(family: str, tmp_path: Path) -> None:
-    """From a folder, sharded too, from a dict and an iterator of its names; then of the module's own names."""
+    """What transformers saved comes back bit for bit: from a sharded folder, a dict and an iterator of its names, and
+    under the module's own names.
+    """
     donor = expert_model(family, seed=1)
     stored = saved(family, tmp_path, max_shard_size="6KB")
     assert any(".experts.4." in name for name in stored) == (family in IN_PARTS)
@@ -69,7 +71,7 @@ def test_save_pretrained_and_back(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
 def test_a_matrix_is_written_into_its_slice(family: str) -> None:
-    """As a part of an update, where nothing else may change."""
+    """A matrix of one expert, as a part of an update, changes its own slice and nothing else."""
     names = {
         "Qwen3Moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
         "Mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -214,7 +216,9 @@ def test_infinities_are_named_by_the_expert() -> None:
 
 
 def test_layers_that_only_a_draft_model_has_are_passed_over(tmp_path: Path) -> None:
-    """GLM-4.5 and DeepSeek-V3 ship one more layer, of which the class says that it has no use for it."""
+    """Tensors of a draft model's layers (GLM-4.5 and DeepSeek-V3 ship one more layer) are passed over where the class
+    says that it has no use for them.
+    """
     names = ("model.layers.46.eh_proj.weight", "model.layers.46.mlp.experts.0.up_proj.weight")
     extra = {name: torch.zeros(3) for name in names}
     donor = expert_model("Glm4Moe", seed=1)
@@ -253,7 +257,7 @@ def sent(sources: list[object], model: torch.nn.Module, *, cast: bool = False, *
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "NemotronH", "GptOss"])
 def test_over_shared_memory(family: str, tmp_path: Path) -> None:
-    """Of the module's names, of the folder's names, and as differences of both."""
+    """Weights travel under the module's names, under the folder's names, and as differences of both."""
     donor = expert_model(family, seed=1)
     stored = saved(family, tmp_path)
     model = expert_model(family)
@@ -293,7 +297,9 @@ def test_a_correction_bias_is_sent_as_the_forward_uses_it() -> None:
 
 @pytest.mark.parametrize("kind", ["dict", "stream", "link"])
 def test_a_correction_bias_that_was_rounded_is_refused(kind: str) -> None:
-    """Also where other floating dtypes are welcome: its values are no longer those that the trainer routes by."""
+    """A rounded correction bias is refused even where casts are allowed: its values are not those that the trainer
+    routes by.
+    """
     rounded = {name: tensor.bfloat16() for name, tensor in values(expert_model("Glm4Moe", seed=1)).items()}
     model = expert_model("Glm4Moe")
     says = r"1 of another dtype, and a buffer, which is never cast .*e_score_correction_bias: offered \[6\] bfloat16"
@@ -318,7 +324,7 @@ def test_a_correction_bias_in_a_folder_may_be_narrower_and_not_wider(tmp_path: P
 
 
 def test_the_receivers_dtypes_are_kept() -> None:
-    """gpt-oss with float32 norms, from a sender that has everything in bfloat16."""
+    """A gpt-oss with float32 norms keeps their dtype when its sender has everything in bfloat16."""
     trainer, model = expert_model("GptOss", seed=1), expert_model("GptOss")
     norms = [name for name, _ in model.named_parameters() if "norm" in name]
     for name in norms:
@@ -340,7 +346,7 @@ def test_a_cast_of_parts_is_reported_once() -> None:
 
 
 def test_an_announcement_in_parts_is_not_too_long() -> None:
-    """The receiver's limit counts the names of all parts."""
+    """The receiver's limit for an announcement counts the names of all parts of each tensor."""
     from samebit.weight_sync.wire.link import Announcement, most_announced
     from samebit.weight_sync.wire.link import encode as encoded
 
@@ -353,7 +359,7 @@ def test_an_announcement_in_parts_is_not_too_long() -> None:
 
 
 def test_a_folder_of_an_index_lacks_an_expert(tmp_path: Path) -> None:
-    """A shard of an index that is not there is said so, before anything of the experts is."""
+    """A missing shard is named before anything of its experts is."""
     saved("Qwen3Moe", tmp_path, max_shard_size="6KB")
     next(tmp_path.glob("model-00002-*.safetensors")).unlink()
     with pytest.raises(WeightSourceError, match="which is missing"):

@@ -106,7 +106,7 @@ def test_mxfp4_has_the_bits_of_transformers(mxfp4: Path) -> None:
     ],
 )
 def test_fp8_in_blocks_has_the_bits_of_transformers(dtype: torch.dtype, scale: torch.dtype, tmp_path: Path) -> None:
-    """In a model of any dtype: transformers rounds the product to that of the parameter, once."""
+    """Weights in fp8 are dequantized as transformers does: the product is rounded once, to the parameter's dtype."""
     model, stored = deepseek(dtype=dtype), in_fp8(deepseek(1), scale)
     apply_weights(
         model, folder_of(tmp_path, model, stored, FP8), dequantize=True, cast=dtype != torch.bfloat16, verify=True

@@ -94,7 +94,7 @@ def test_a_message_without_the_open_file() -> None:
 
 
 def test_open_files_that_nobody_asked_for_are_closed() -> None:
-    """Many with one message, and one with each of many."""
+    """Files that a stranger sends along, many with one message or one with each, are closed."""
     with receiving_from_a_stranger(nn.Linear(2, 2)) as (stranger, received):
         before = len(list(Path("/proc/self/fd").iterdir()))
         given = [pipe() for _ in range(20)]

@@ -41,7 +41,9 @@ def llama(seed: int, *, tied: bool) -> LlamaForCausalLM:
 
 
 def with_frequencies(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as older versions of transformers saved it: larger than a bucket, in the middle and at the end."""
+    """Return a state dict with frequencies, as older versions of transformers saved it: one larger than a bucket, in
+    the middle and at the end.
+    """
     (first, tensor), *rest = model.state_dict().items()
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in (0, 1)]
     return {first: tensor, names[0]: torch.rand(300), **dict(rest), names[1]: torch.rand(300)}
@@ -57,7 +59,7 @@ def num_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 class Link:
-    """Shared memory, with the sender in another thread."""
+    """Links two ends over shared memory, with the sender in another thread."""
 
     def __init__(self) -> None:
         self.sender = SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG)
@@ -144,7 +146,7 @@ def step(model: LlamaForCausalLM) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_delta_of_a_tied_dict(link: Link, tied: bool) -> None:
-    """A receiver that is not tied has the weight under both names, and the base too."""
+    """A delta has each tied weight once; a receiver that does not tie it has it, and its base, under both names."""
     trainer, model = llama(1, tied=True), llama(2, tied=tied)
     link.sync(model, trainer.state_dict(), delta=True)
     for weights in (trainer.state_dict(), trainer if tied else trainer.state_dict()):

@@ -35,7 +35,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Model(nn.Module):
-    """A tied pair, a persistent integer buffer, and a derived buffer that is in no state dict."""
+    """Has a tied pair, a persistent integer buffer, and a derived buffer that is in no state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def new_weights(model: nn.Module, *, leave_out: tuple[str, ...] = ("lm_head.weight",)) -> dict[str, Tensor]:
-    """Other values than the model's, under every name but those left out."""
+    """Return other values than the model's, under every name but those left out."""
     return {name: tensor.clone() + 1 for name, tensor in model.state_dict().items() if name not in leave_out}
 
 
@@ -265,7 +265,9 @@ def test_every_kind_of_source_gives_the_same_weights(kind: str, tmp_path: Path) 
 
 
 def test_the_single_file_of_a_folder_is_read_and_nothing_beside_it(tmp_path: Path) -> None:
-    """As transformers does: the index and its shards are of a save before."""
+    """A folder's single file is what counts, as for transformers: the index and the shards beside it are of an earlier
+    save.
+    """
     model = Model()
     old = new_weights(model)
     new = {name: tensor + 1 for name, tensor in old.items()}
@@ -282,7 +284,7 @@ def test_other_sources_are_a_type_error_that_says_what_is_allowed(wrong: object)
 
 
 def test_the_names_of_a_checkpoint(tmp_path: Path) -> None:
-    """Nemotron-H's begin with "backbone." in a checkpoint, with "model." in the module."""
+    """Names of a checkpoint find their module: Nemotron-H's begin with "backbone.", the module's with "model."."""
     model, other = (make_model("NemotronH", torch.float32) for _ in range(2))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -408,7 +410,7 @@ def test_a_sender_that_waits_for_a_receiver_ends_when_it_is_closed(monkeypatch: 
 
 
 def test_a_stream_that_does_not_fit_is_gone_through_without_a_worker_too() -> None:
-    """Other ranks may be gathering the same tensors."""
+    """A stream that does not fit is read to its end, because other ranks may be gathering the same tensors."""
     gathered: list[str] = []
     with pytest.raises(WeightMismatchError):
         apply_weights(nn.Linear(2, 3), noted_stream({"weight": torch.zeros(3, 2), "other": torch.zeros(3)}, gathered))

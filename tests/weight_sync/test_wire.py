@@ -78,7 +78,7 @@ DOCUMENTED = (SyncBrokenError, SyncRefusedError, WeightMismatchError, NonFiniteW
 
 
 class Model(nn.Module):
-    """Larger than a bucket, smaller, empty."""
+    """Has tensors that are larger than a bucket, smaller, and empty."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_a_message_of_no_known_kind_leaves_the_sender_of_use(value: object) -> N
 
 
 def test_an_announcement_is_bounded_by_what_the_model_can_need() -> None:
-    """The length alone is refused: no byte of it is read."""
+    """An announcement that says it is too long is refused before a byte of it is read."""
     with receiving_from_a_stranger(Model()) as (stranger, received):
         stranger.hand_over()
         stranger.raw.sendall((60 << 20).to_bytes(4, "big"))
@@ -275,7 +275,7 @@ def test_an_announcement_that_is_allowed_costs_little() -> None:
 
 
 def test_a_model_with_very_many_tensors_may_be_announced() -> None:
-    """Its announcement is longer than the bound of other messages."""
+    """An announcement of very many tensors is taken, though it is longer than any other message may be."""
     many = nn.ParameterDict({f"{'a' * 1000}{number}": nn.Parameter(torch.zeros(1)) for number in range(1_200)})
     assert len(encode(Announcement(tuple(TensorSpec.of(name, one) for name, one in many.items())))) > MOST_BYTES
     with SharedMemorySender(timeout=HANG) as sender, SharedMemoryReceiver(sender.address, timeout=HANG) as end:
@@ -289,7 +289,7 @@ def test_a_model_with_very_many_tensors_may_be_announced() -> None:
 
 
 SHORT = 0.3
-"""Seconds that an end waits while nothing moves. Who talks to it may be later than that, too."""
+"""Is the number of seconds that an end waits while nothing moves. Who talks to it may be later than that, too."""
 
 
 def talk(sayings: Iterable[Callable[[], object]]) -> None:
@@ -303,20 +303,20 @@ def talk(sayings: Iterable[Callable[[], object]]) -> None:
 
 
 def _empty_buckets(stranger: RawSender) -> Iterator[Callable[[], None]]:
-    """Whole, sealed, in turn, and without a byte of weights."""
+    """Yield buckets that are whole, sealed and in turn, but have no byte of weights."""
     writer = BucketWriter(np.zeros(BUCKET, np.uint8))
     for number in itertools.count():
         yield partial(stranger.send, Full(1, number % 2, writer.seal(number, Ending.MORE, 0), ()))
 
 
 def _bytes(raw: socket.socket) -> Iterator[Callable[[], None]]:
-    """A message that comes a byte at a time."""
+    """Yield a message a byte at a time."""
     length = (1 << 16).to_bytes(4, "big")
     return (partial(raw.sendall, part) for part in itertools.chain([length], itertools.repeat(b" ")))
 
 
 def _leftovers(stranger: RawSender) -> Iterator[Callable[[], None]]:
-    """Buckets of another sync."""
+    """Yield buckets of another sync."""
     return itertools.repeat(partial(stranger.send, Full(9, 0, HEADER, ())))
 
 
@@ -383,7 +383,7 @@ def test_what_this_end_does_itself_costs_no_patience(monkeypatch: pytest.MonkeyP
 
 
 def test_the_changes_of_a_delta_come_once() -> None:
-    """A sender that sends one change for ever would bring the sync on for ever."""
+    """A change that came before is refused: a sender that repeats one for ever would keep the sync going for ever."""
     from samebit.weight_sync.wire.buckets import Record, encoded_digest
     from samebit.weight_sync.wire.destination import Destination
 
