@@ -13,7 +13,7 @@ PACKAGES = ("benchmarks", "kernels", "recipes", "rollout", "weight_sync")
 
 @dataclass(frozen=True)
 class Import:
-    """Module `source` names module `target`, in line `line` of its file."""
+    """Says that module `source` names module `target`, in line `line` of its file."""
 
     source: str
     target: str

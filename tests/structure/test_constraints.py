@@ -25,7 +25,7 @@ def pins(name: str) -> list[Requirement]:
 
 
 def needed_python(pin: Requirement) -> SpecifierSet | None:
-    """The Pythons that take what is pinned; None where another version is installed, or none."""
+    """Return the Pythons that take what is pinned; None where another version is installed, or none."""
     try:
         found = metadata.metadata(pin.name)
     except metadata.PackageNotFoundError:
@@ -39,7 +39,9 @@ def is_asked_for(pin: Requirement, python: str) -> bool:
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-next.txt"])
 def test_a_pin_is_for_the_pythons_that_take_it(name: str) -> None:
-    """`make install PYTHON=python3.10` resolves nothing otherwise."""
+    """Each pin is asked for only on Pythons that can install it; otherwise `make install PYTHON=python3.10` finds
+    nothing.
+    """
     needed = {pin: needed_python(pin) for pin in pins(name)}
     assert sum(found is not None for found in needed.values()) > 5, "the packages were not found"
     refused = [

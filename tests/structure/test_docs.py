@@ -36,7 +36,7 @@ NAMES = {
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that a code host makes of the page's headings."""
+    """Return the anchors that a code host makes of the page's headings."""
     titles = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -65,7 +65,7 @@ def test_the_architecture_page_has_every_folder() -> None:
 
 @pytest.mark.parametrize("page", [*WRAPPED, ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_wraps(page: Path) -> None:
-    """What can not be broken, such as a link longer than a line, may be longer."""
+    """Lines of prose are short, but for what can not be broken, such as a link."""
     lines = FENCE.sub(lambda fence: "\n" * fence.group().count("\n"), page.read_text()).splitlines()
     prose = {number: line for number, line in enumerate(lines, 1) if not NO_PROSE.match(line)}
     assert not {number: line for number, line in prose.items() if len(line) > WIDTH and " " in line.strip()}

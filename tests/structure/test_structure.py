@@ -1,4 +1,4 @@
-"""The shape of the house: imports go one way, no circles, and no folder or file too large to take in."""
+"""The house keeps its shape: imports go one way, no circles, and no folder or file is too large to take in."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_nothing_has_more_parts_than_a_reader_holds(
 
 
 def test_no_example_of_hypothesis_has_a_deadline() -> None:
-    """Another process may have the cores for longer than any."""
+    """Hypothesis sets no deadline, as another process may have the cores for longer than any."""
     assert settings().deadline is None
 
 
@@ -148,7 +148,7 @@ def test_every_folder_says_what_lives_there() -> None:
 
 
 def test_every_room_says_what_it_imports_and_names_what_is_in_it(imports: list[Import]) -> None:
-    """A room is a folder of more than two; it names the folders outside of it that its own modules import from."""
+    """Each room, a folder of more than two, names what is in it and the folders outside of it that it imports from."""
     files = module_files()
     pairs = {(_folder(found.source, files), _folder(found.target, files)) for found in imports}
     unsaid = {}
@@ -207,7 +207,7 @@ def test_a_checkout_works_in_its_root_without_an_install(loaded: Loaded) -> None
 
 
 def test_kernels_load_without_transformers(loaded: Loaded) -> None:
-    """Which takes longer than torch; whoever calls kernels alone does not wait for it."""
+    """Kernels load without transformers, which takes longer to load than torch."""
     assert not loaded.transformers
 
 

@@ -24,7 +24,9 @@ def tracked(*given: str) -> list[str]:
 
 
 def test_a_wheel_has_all_that_is_needed(tmp_path: Path) -> None:
-    """In a copy, since what a build leaves behind is in the way of the next one."""
+    """A wheel has exactly the files that are not for people alone. It is built in a copy, as a build leaves files
+    behind.
+    """
     pytest.importorskip("setuptools", "77")
     files = tracked(*PACKAGES)
     assert len(files) > 500, "the files were not found"
