@@ -1,4 +1,4 @@
-"""An engine that computes nothing, in place of vLLM's: it speaks the same lines of JSON, and no library is loaded.
+"""Stand in for vLLM's engine, but compute nothing: it speaks the same lines of JSON, and no library is loaded.
 
 It draws tokens below 90 and reports -1 for each. With a second argument it misbehaves: "dies", "short", "silent".
 """

@@ -1,4 +1,4 @@
-"""A policy that is none, in place of vLLM's: it speaks the same lines of JSON, and no library is loaded.
+"""Stand in for vLLM's policy, but compute nothing: it speaks the same lines of JSON, and no library is loaded.
 
 Each completion is a token that follows from its seed, and the end token, reported with -1 each. With an argument it
 misbehaves: "few", "short", "silent".

@@ -1,4 +1,4 @@
-"""A server that computes nothing, in place of vLLM's and samebit's: it answers `/health` and completions.
+"""Stand in for vLLM's server and samebit's, but compute nothing: it answers `/health` and completions.
 
     python stand_in_server.py PORT FAULT
 

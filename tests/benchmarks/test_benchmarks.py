@@ -196,7 +196,7 @@ def test_hybrid_goes_on_with_the_parts_that_are_missing(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("head_dim", "groups"), [(24, 1), (64, 2), (129, 4)])
 def test_the_recurrent_peer_computes_the_recurrence(head_dim: int, groups: int) -> None:
-    """In float32, beside the float64 oracle."""
+    """What decode steps are measured against computes the scan of Mamba2, in float32, near the float64 oracle."""
     from ..kernels.reference import ssm_scan
 
     shape = decode_step.SSMShape(4, head_dim, groups, 33, 4)
@@ -218,7 +218,7 @@ def test_the_recurrent_peer_computes_the_recurrence(head_dim: int, groups: int) 
 
 @pytest.mark.parametrize(("key_heads", "decays"), [(2, 4), (4, 80)])
 def test_the_recurrent_peer_of_the_delta_rule_computes_it(key_heads: int, decays: int) -> None:
-    """In float32, beside the float64 oracle."""
+    """What decode steps are measured against computes the delta rule, in float32, near the float64 oracle."""
     from ..kernels.reference import delta_rule
 
     shape = decode_step.DeltaShape(key_heads, 4, 20, 150, 4, by_channel=decays > 4)
@@ -318,7 +318,7 @@ def test_gpu_begins_with_what_matters_most() -> None:
 
 @pytest.mark.soak
 def test_a_part_that_hangs_or_crashes_costs_itself_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    """And what it had found by then is kept; what it started ends with it."""
+    """What a part has found before it hangs or crashes is kept, and the processes that it started end with it."""
 
     def outcome(script: str, seconds: float) -> tuple[list[Any], str | None]:
         found: list[Any] = []
@@ -334,7 +334,7 @@ def test_a_part_that_hangs_or_crashes_costs_itself_alone(capfd: pytest.CaptureFi
 
 
 def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence() -> None:
-    """In Triton's interpreter, beside the peer of the CPU; and both are measured on the same steps."""
+    """The GPU's recurrence, in Triton's interpreter, is near the CPU's; and both are measured on the same steps."""
     pytest.importorskip("triton")
     from samebit.benchmarks.contestants.recurrent_cuda import recurrent_step
 
@@ -407,7 +407,7 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
 
 
 def test_the_tuner_does_not_take_a_broken_gpu_for_a_tile_that_does_not_fit() -> None:
-    """After an illegal address every launch of the process fails; a layer's process ends with it."""
+    """A tile that does not fit is passed over; an illegal address, after which every launch fails, ends the search."""
 
     def too_large() -> dict[int, float]:
         raise tune_tiles.OutOfResources(300_000, 232_448, "shared memory")
@@ -489,7 +489,7 @@ def test_figures_of_a_step_that_trains_an_adapter(monkeypatch: pytest.MonkeyPatc
 
 
 def test_fleet_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the router is judged by, on one seed: it skips what one cache would, evenly, and leaves a full replica."""
+    """The router skips what one cache would, shares the load evenly, and leaves a full replica (on one seed)."""
     monkeypatch.setattr(fleet, "SEEDS", range(1))
     metrics = fleet.prefixes()
     assert metrics["skipped_of_one_cache_router"].value >= 0.95

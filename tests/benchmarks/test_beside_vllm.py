@@ -1,4 +1,4 @@
-"""The engines in processes of their own, and what is measured of them, with a stand-in for vLLM."""
+"""The engines run in processes of their own, and their figures are right, with a stand-in for vLLM."""
 
 import json
 import math
@@ -216,7 +216,9 @@ def test_hugging_faces_engine_reports_what_its_forward_computes(model: commands.
 def test_vllm_is_found_by_a_path_from_the_folder_of_the_call(
     monkeypatch: pytest.MonkeyPatch, model: commands.Model
 ) -> None:
-    """As `make bench-vllm` names it; an engine's process has a folder of its own."""
+    """A path to vLLM is read from the folder of the call, as `make bench-vllm` gives it; an engine's own folder is
+    another.
+    """
     folder, name = Path(sys.executable).parts[-2:]
     monkeypatch.chdir(Path(sys.executable).parents[1])
     command = replace(commands.Vllm(Path(folder, name)).command(model), args=(str(STAND_IN), "none"))

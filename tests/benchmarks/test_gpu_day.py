@@ -1,4 +1,4 @@
-"""The first hours on a GPU, with stand-ins for what they run; and that a machine with little installed can run them."""
+"""The first hours on a GPU go as planned, with stand-ins for what they run, also where little is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ own = [finder for finder in sys.meta_path if "ditable" not in repr(finder)]
 sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in own]
 sys.path.insert(0, {str(ROOT)!r})
 """
-"""A machine that has neither these packages nor an installation of samebit."""
+"""Makes a process see a machine that has neither these packages nor an installation of samebit."""
 
 
 def stand_in(name: str, code: str, limit: float = 60.0) -> gpu_day.Item:
@@ -46,7 +46,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def test_an_item_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What it had found by then is on the disk; a second call adds to it."""
+    """What an item has found before it hangs or crashes is on the disk; a second call adds to it."""
     items = [
         stand_in("loud", "print('loud' * 200000)"),
         stand_in("crashes", "os.abort()"),
@@ -108,7 +108,7 @@ def test_the_calls_name_what_there_is(tmp_path: Path) -> None:
 
 
 def test_a_sanitizer_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process: it would not follow those that pytest-xdist starts."""
+    """The sanitizer's tests run in one process, as it would not follow those that pytest-xdist starts."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert gpu_day.sanitized(50.0) == []
     monkeypatch.setattr("shutil.which", lambda name: f"/somewhere/{name}")
@@ -119,7 +119,7 @@ def test_a_sanitizer_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_call_begins_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its items never run in the interpreter."""
+    """A call runs its items, and never in Triton's interpreter, whatever the environment says."""
     code = "import sys; sys.exit(int(os.environ['TRITON_INTERPRET']))"
     monkeypatch.setattr(gpu_day, "calls", lambda out: {"kernels": [stand_in("one", code)]})
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "kernels", "--out", str(tmp_path)])
@@ -129,7 +129,7 @@ def test_a_call_begins_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_machine_without_ray_verl_peft_and_trl_can_run_them(tmp_path: Path) -> None:
-    """The command line, the benchmarks, and the tests of a GPU, which are collected."""
+    """Without these packages the command line and the benchmarks load, and the tests for a GPU are collected."""
     code = (
         "import pytest, samebit.rollout.cli, samebit.weight_sync, samebit.benchmarks.gpu_bits\n"
         "import samebit.benchmarks.gpu, samebit.benchmarks.gpu_day, samebit.benchmarks.tune_tiles\n"

@@ -1,4 +1,4 @@
-"""What a profile makes of Triton's launches; events of CUDA are stood in for by a clock."""
+"""A profile adds up Triton's launches as it should; a clock stands in for events of CUDA."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""The study of mismatch: rounded samplers differ from the trainer as they should, and arms end, go on and are shown."""
+"""Rounded samplers differ from the trainer as they should, and arms of the study end, go on and are shown."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_weights_are_rounded_as_torch_rounds_them(bits: int, dtype: torch.dtype)
 
 
 def test_an_arm_is_held_against_the_exact_runs_of_its_own_seeds(tmp_path: Path) -> None:
-    """An arm of the hard seed alone looks worse beside all seeds than it is."""
+    """An arm is compared with the exact runs of its own seeds: a hard seed alone looks worse beside all seeds."""
     exact = {seed: {0: 0.2, 10: level, 20: level, 30: level} for seed, level in ((0, 0.5), (1, 0.9))}
     arm = {0: {0: 0.2, 10: 0.1, 20: 0.4, 30: 0.6}}
     for name, runs in (("exact", exact), ("4-bits-clipped", arm)):

@@ -1,4 +1,4 @@
-"""What serving.py measures beside vLLM's server, with a stand-in for both; and its client against samebit's own."""
+"""Serving is measured beside vLLM's server, with a stand-in for both; and the client is tried on samebit's own."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_a_server_that_does_not_start_is_named() -> None:
 
 @pytest.mark.parametrize("reuse", [0, 1])
 def test_a_reserved_port_is_for_the_server_that_is_told_it(reuse: int) -> None:
-    """Who asks for any port, and may be given this one alone, gets none."""
+    """Nobody who asks for any port gets the reserved one, but the server that is told it does."""
     with http_servers.reserved_port() as port:
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)

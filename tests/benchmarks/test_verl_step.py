@@ -1,4 +1,4 @@
-"""The comparison under verl: Hugging Face's `generate` inside verl's servers, and the table of two runs."""
+"""Hugging Face's `generate` runs inside verl's servers for the comparison, which gives the table of two runs."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_hugging_face_can_generate_for_a_comparison(folder: Path) -> None:
 
 
 def test_the_comparison_does_not_wait_for_batches_that_are_empty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request asks for a batch; all but a few find that an earlier one took them along. None fills a batch, which
-    would not be waited for.
+    """No batch that is full, or empty, is waited for: of forty requests, each of which asks for one, most find that an
+    earlier batch took them along.
     """
     model, _ = tiny_model.load(folder)
     waits: list[float] = []
@@ -116,7 +116,7 @@ def test_the_comparison_does_not_wait_for_batches_that_are_empty(folder: Path, m
 
 
 def test_the_other_rollout_is_chosen_by_its_name(tmp_path: Path) -> None:
-    """In the second run alone, and in every process of it."""
+    """The second run takes Hugging Face's rollout, in every process of it, and differs in nothing else."""
     ours = recipe.prepared("full", tmp_path, 3)
     theirs = verl_step.with_hugging_face(ours)
     assert RolloutReplicaRegistry.get("huggingface") is verl_huggingface.HuggingFaceReplica

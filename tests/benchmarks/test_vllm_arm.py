@@ -1,4 +1,4 @@
-"""The arm of the study in which vLLM samples: its protocol, and that weights which are not the trainer's void a run."""
+"""The study's arm in which vLLM samples follows its protocol, and weights that are not the trainer's void a run."""
 
 import math
 import sys
