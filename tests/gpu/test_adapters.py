@@ -1,4 +1,4 @@
-"""On a GPU: adapters that are loaded by name, beside each other and beside the model alone, are the trainer's."""
+"""Adapters that are loaded by name have the trainer's bits on a GPU, beside each other and beside the model alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def check(trainer: Any, outputs: list[RequestOutput]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["Qwen3", "NemotronH, experts"])
 def test_rows_of_several_adapters_have_the_trainers_bits(family: str, dtype: torch.dtype) -> None:
-    """Loaded while the worker generates; then one at a time, and after a sleep."""
+    """Rows of several adapters have the trainer's bits: loaded while the worker generates, one at a time, after a
+    sleep.
+    """
     names = {"one": "default", "other": "ref", "__base__": None}
     trainer = make_peft(family, dtype, config_for(family, 5))
     add(trainer, "ref", config_for(family, 3))

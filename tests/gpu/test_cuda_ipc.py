@@ -1,4 +1,4 @@
-"""Weights through CUDA IPC, two processes on one GPU. The protocol is tested in tests/weight_sync/test_device.py."""
+"""Weights come through CUDA IPC between two processes on one GPU. tests/weight_sync/test_device.py has the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: a row of routed experts has the same bits in every call, with every tile, and in a replayed graph."""
+"""A row of routed experts has the same bits on a GPU in every call, with every tile, and in a replayed graph."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from samebit.kernels.triton.tiles.table import DTYPES, family, matmul_tiles
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SIZES = ((2048, 768, 32, 8), (100, 129, 13, 4), (2880, 2880, 4, 2))
-"""Width, width of an expert, experts, how many a row has: as in Qwen3-30B-A3B and gpt-oss, and odd ones."""
+"""Lists width, width of an expert, experts, experts of a row: as in Qwen3-30B-A3B and gpt-oss, and odd ones."""
 
 FORMS = {
     "gated": ExpertOptions("silu", "gated"),
@@ -26,7 +26,7 @@ COUNTS = (1, 2, 3, 7, 16, 63, 64, 65, 129, 512)
 
 
 class Block:
-    """A router and its experts, of random weights."""
+    """Holds a router and its experts, of random weights."""
 
     def __init__(self, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype) -> None:
         torch.manual_seed(sizes[0])

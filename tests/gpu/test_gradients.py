@@ -1,4 +1,4 @@
-"""On a GPU, gradients have the same bits each time, for each kind of layer.
+"""Gradients have the same bits each time on a GPU, for each kind of layer.
 
 A kernel that reads what nothing wrote has others: that the numbers are right is for `kernels/triton`, beside an oracle.
 """
@@ -21,7 +21,9 @@ NAMES = (
 
 
 def scored(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Log-probabilities, and the gradients of all parameters but the embedding's, which torch adds up in any order."""
+    """Return log-probabilities, and the gradients of all parameters but the embedding's, which torch
+    adds in any order.
+    """
     embedded = model.get_input_embeddings().weight
     parameters = [part for part in model.parameters() if part.requires_grad and part is not embedded]
     scores = token_logprobs(model, ids)

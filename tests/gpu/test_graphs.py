@@ -1,4 +1,4 @@
-"""On a GPU: graphs change no bit, and a step waits for the device once."""
+"""Graphs change no bit on a GPU, and a step waits for the device once."""
 
 import warnings
 
@@ -25,7 +25,7 @@ def generated(name: str, dtype: torch.dtype, **changes: int | bool) -> list[Requ
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1", "Qwen3Moe", "GptOss"])
 def test_graphs_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    """Nor does launching decodes ahead, which is on where nothing else is said."""
+    """Samples have the same bits with graphs, and with decodes launched ahead (the default), as without both."""
     eager = generated(name, dtype, enforce_eager=True, async_scheduling=False)
     for budget in (16, 100, 2048):
         found = generated(name, dtype, max_num_batched_tokens=budget)

@@ -1,4 +1,4 @@
-"""On a GPU: the recipe trains, and no token differs, with the worker on the trainer's module and on a copy."""
+"""The recipe trains on a GPU, and no token differs, with the worker on the trainer's module and on a copy."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""On a GPU: norms of heads, rotation and pages in one launch have the bits of a launch each."""
+"""Norms of heads, rotation and pages in one launch have the bits, on a GPU, of a launch each."""
 
 import pytest
 import torch

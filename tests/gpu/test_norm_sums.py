@@ -1,4 +1,4 @@
-"""On a GPU: a residual and its norm in one launch have the bits of torch's sum and the norm alone."""
+"""A residual and its norm in one launch have the bits, on a GPU, of torch's sum and the norm alone."""
 
 import pytest
 import torch

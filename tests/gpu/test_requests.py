@@ -1,4 +1,4 @@
-"""On a GPU: every parameter of a request, all of them in one batch, with graphs and without."""
+"""Every parameter of a request works on a GPU, all of them in one batch, with graphs and without."""
 
 from __future__ import annotations
 

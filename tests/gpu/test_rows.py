@@ -1,4 +1,4 @@
-"""On a GPU: a row of a Triton kernel has the same bits in every call."""
+"""A row of a Triton kernel has the same bits in every call on a GPU."""
 
 from collections.abc import Callable
 

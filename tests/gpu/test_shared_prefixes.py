@@ -1,5 +1,6 @@
-"""On a GPU: a row of attention has the same bits alone and beside rows that read the same blocks, and whether one
-program walks its splits or many do."""
+"""A row of attention on a GPU has the same bits alone and beside rows that read the same blocks, and whether one
+program walks its splits or many do.
+"""
 
 import pytest
 import torch

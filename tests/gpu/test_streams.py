@@ -1,4 +1,4 @@
-"""On a GPU: a trainer may compute on a stream of its own, or on another GPU than the current one."""
+"""A trainer may compute on a stream of its own, or on another GPU than the current one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 PROMPTS = token_ids(1, 40, 65)
 PARAMS = [SamplingParams(seed=seed, max_tokens=8, ignore_eos=True) for seed in range(len(PROMPTS))]
 CYCLES = 1 << 30
-"""Half a second or so: no launch comes so late by itself."""
+"""Counts cycles that take half a second or so: no launch comes so late by itself."""
 
 
 def config() -> RolloutConfig:
@@ -38,7 +38,7 @@ def halve(trained: PreTrainedModel) -> None:
 
 
 def test_weights_that_are_written_on_another_stream_are_waited_for() -> None:
-    """By requests behind the block, and by those that were in flight."""
+    """Requests in flight, and those behind the block, read the weights that another stream writes, not those before."""
     halved = model()
     halve(halved)
     with RolloutWorker(halved, config=config()) as worker:

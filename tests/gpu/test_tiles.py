@@ -1,4 +1,4 @@
-"""On a GPU: tiles that the file names for it have equal bits where several serve a layer, and a row keeps its own."""
+"""Tiles that the file names for this GPU have equal bits where several serve a layer, and a row keeps its own."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from samebit.kernels.triton.tiles.table import DTYPES, family, matmul_tiles
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 LAYERS = ((4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 14336), (1000, 777), (4097, 2049))
-"""Inputs and outputs: those of an 8B model, and odd ones."""
+"""Lists inputs and outputs of layers: those of an 8B model, and odd ones."""
 
 JOINED = ((4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (3584, (3584, 512, 512)), (129, (77, 1)))
-"""Of queries, keys and values, or gate and up."""
+"""Lists inputs and outputs of layers that share a launch: queries, keys and values, or gate and up."""
 
 
 def layers_of(entry: MatmulEntry, device: torch.device) -> list[Layer]:
-    """Those above that it is for, or the smallest that it is for."""
+    """Return those of the layers above that it is for, or the smallest that it is for."""
     sizes = [(k, n) for k, n in LAYERS if k in entry.inputs and n in entry.outputs]
     sizes = sizes or [(max(entry.inputs.least, 1024), entry.outputs.least)]
     return [

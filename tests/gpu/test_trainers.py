@@ -1,4 +1,4 @@
-"""On a GPU: what a trainer hands over may lie on the host, and torch's defaults, which it may set, change no bit."""
+"""What a trainer hands over may lie on the host, and torch's defaults, which it may set, change no bit on a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On a GPU: a worker's weights arrive from the host, by each way that has no test of its own here, and change its bits.
+"""A GPU worker's weights arrive from the host, by each way that has no test of its own here, and change its bits.
 
 `samebit check` sends them too, from another process; CUDA IPC is tested in test_cuda_ipc.py.
 """
