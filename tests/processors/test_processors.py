@@ -30,7 +30,7 @@ FEW = "(another_order and bfloat16) or numeric or (same_bits_in_every_call and r
 
 
 def run_tests(arguments: list[str], environment: dict[str, str], minutes: float) -> None:
-    """In a process of their own, one after the other; a variable that is empty is not there."""
+    """Run tests one after the other in a process of their own; a variable that is empty is not there."""
     variables = os.environ | environment
     kept = {name: value for name, value in variables.items() if value and not name.startswith(OWN)}
     kept["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of them take longer to load than the tests to run
@@ -49,7 +49,9 @@ def run_tests(arguments: list[str], environment: dict[str, str], minutes: float)
 
 @pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no avx2")
 def test_as_both_compute_on_a_haswell(tmp_path: Path) -> None:
-    """A few tests of each. Nothing comes from the cache of this processor's kernels, and nothing gets there."""
+    """A few tests of each kind pass as on a Haswell. Nothing comes from the cache of this processor's kernels, and
+    nothing gets there.
+    """
     environment = HASWELL | {"OPENBLAS_CORETYPE": "Haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
     run_tests([*INTERPRETED, *COMPILED, "-k", FEW], environment, HANG / 60)
 
@@ -57,7 +59,7 @@ def test_as_both_compute_on_a_haswell(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("core", [*first_of(["Haswell"], 0), "Zen", "SkylakeX"])
 def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
-    """A few tests, which `test_as_both_compute_on_a_haswell` has too; under `make soak` all of Triton's."""
+    """A few tests pass that `test_as_both_compute_on_a_haswell` has too; under `make soak` all of Triton's."""
     pytest.importorskip("triton", reason="Triton is not installed")
     needed = "avx512f" if core == "SkylakeX" else "avx2"
     if not FEATURES.get(needed):
@@ -91,7 +93,7 @@ def test_files_that_are_run_elsewhere_are_there() -> None:
 
 @pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no avx2")
 def test_as_pairs_multiply(tmp_path: Path) -> None:
-    """A few tests, as on a processor with AVX-512 and instructions for bfloat16 (AVX512-BF16)."""
+    """A few tests pass as on a processor with AVX-512 and instructions for bfloat16 (AVX512-BF16)."""
     environment = {"PYTHONPATH": os.pathsep.join(PLUGINS), "NUMBA_CACHE_DIR": str(tmp_path)}
     run_tests(["-p", "emulated_pairs", EMULATED[0], "-k", "few_rows and pairs and 129"], environment, HANG / 60)
 
@@ -99,6 +101,8 @@ def test_as_pairs_multiply(tmp_path: Path) -> None:
 @long
 @pytest.mark.parametrize("plugin", ["emulated_tiles", "emulated_pairs"])
 def test_as_other_processors_multiply_bfloat16(tmp_path: Path, plugin: str) -> None:
-    """The instructions are emulated; where a processor has them, tests of the kernels use them as they are."""
+    """Kernels that multiply bfloat16 as other processors do pass, with emulated instructions; where a processor has
+    them, tests of the kernels use them as they are.
+    """
     environment = {"PYTHONPATH": os.pathsep.join(PLUGINS), "NUMBA_CACHE_DIR": str(tmp_path), "SAMEBIT_SOAK_CASES": ""}
     run_tests(["-p", plugin, *EMULATED, "-k", "tiles or pairs or bfloat16 or dtype1"], environment, 60)
