@@ -1,4 +1,4 @@
-"""Settings under which a recipe runs in seconds."""
+"""Give the settings under which a recipe runs in seconds."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., Any]:
-    """`tiny(out, kind=OnPolicy, **changes)`."""
+    """Give the maker of such settings: `tiny(out, kind=OnPolicy, **changes)`."""
 
     def make(out: Path, kind: type[Any] = OnPolicy, **changes: Any) -> Any:
         return kind(out=out, **{**TINY, **changes})
@@ -36,5 +36,5 @@ def tiny() -> Callable[..., Any]:
 
 @pytest.fixture
 def pictures_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run draws its picture, but does not render it, which takes longer than two steps of training."""
+    """Let a run draw its picture but not render it, which takes longer than two steps of training."""
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: None)

@@ -1,4 +1,4 @@
-"""The accuracy recipe: its task, the lessons of an indexer, and two runs compared bit by bit."""
+"""The accuracy recipe asks its task, gives an indexer its lessons, and compares two runs bit by bit."""
 
 from dataclasses import replace
 

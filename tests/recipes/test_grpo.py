@@ -1,4 +1,4 @@
-"""The recipe from end to end, two steps of it, on the real engine."""
+"""The recipe trains from end to end, two steps of it, on the real engine."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from samebit.recipes.problem import Problem
 from samebit.recipes.saved_run import SavedRun
 
 pytestmark = pytest.mark.usefixtures("pictures_not_rendered")
-"""But for the run of `out`, which is made before the first test."""
+"""Leaves pictures out, but for the run of `out`, which is made before the first test."""
 
 Tiny = Callable[..., Any]
 STEPS = 2
@@ -105,7 +105,7 @@ def test_the_report_is_of_these_rows(out: Path) -> None:
 def test_a_run_off_policy_in_which_a_seed_learned_nothing_has_its_picture(
     learned: set[int], out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no group has an advantage there are no ratios."""
+    """A run off policy has its picture even where no group of a seed has an advantage, and so no ratios."""
     drawn: list[list[int]] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append([len(one.lines) for one in self.axes]))
     rows = [{**row, "staleness/max": 1, "staleness/mean": 0.5} for row in rows_of(out)]
@@ -134,7 +134,7 @@ def test_own_model_and_own_prompts(tiny: Tiny, out: Path, tmp_path: Path) -> Non
     [("hybrid", "nemotron_h"), ("gdn", "qwen3_5_text"), ("moe", "glm4_moe"), ("mla", "deepseek_v3")],
 )
 def test_another_policy(architecture: str, kind: str, tiny: Tiny, tmp_path: Path) -> None:
-    """The same recipe on Mamba2 and Gated DeltaNet layers, and on routed experts: zero difference at every step."""
+    """The recipe finds no difference at any step on Mamba2 and Gated DeltaNet layers, and on routed experts."""
     rows = grpo.run(tiny(tmp_path, architecture=architecture))
     steps = [row for row in rows if row["step"]]
     assert len(steps) == STEPS
@@ -169,7 +169,9 @@ def test_what_was_logged_behind_the_checkpoint_is_written_again_once(tiny: Tiny,
 
 
 def test_a_sample_with_separators_of_lines_is_one_sample(tmp_path: Path) -> None:
-    """Of those that JSON leaves as they are: all samples are read again where another seed begins, or a run goes on."""
+    """A sample with separators of lines that JSON leaves as they are stays one sample when samples are read again,
+    where another seed begins or a run goes on.
+    """
     sample = {"prompt": "1\u20282", "text": "3\u20294\u00855"}
     with MetricsLog(tmp_path) as log:
         for step in (1, 2):
@@ -181,7 +183,9 @@ def test_a_sample_with_separators_of_lines_is_one_sample(tmp_path: Path) -> None
 
 
 def test_a_row_that_was_being_written_when_a_run_ended_is_forgotten(tmp_path: Path) -> None:
-    """Killed, or with a full disk: in the middle of a row, of a letter too. What is written then begins a new row."""
+    """Half a row at the end of a file (the run was killed, or the disk full), even half a letter, is forgotten, and the
+    next row begins a line.
+    """
     row, sample = {"reward/mean": 0.5}, {"text": "9 € 5"}
     with MetricsLog(tmp_path) as log:
         for step in (1, 2):
@@ -198,7 +202,7 @@ def test_a_row_that_was_being_written_when_a_run_ended_is_forgotten(tmp_path: Pa
 
 
 def test_the_board_shows_the_rows_of_the_log(tmp_path: Path) -> None:
-    """Those of an earlier run in the folder, and those that a resumed run takes again, are gone from both."""
+    """Rows of an earlier run in the folder, and those that a resumed run takes again, are gone from log and board."""
     folder = tmp_path / "tensorboard" / "seed0"
 
     def shown() -> list[tuple[int, float]]:
@@ -249,7 +253,9 @@ def test_a_run_that_is_killed_while_rows_are_forgotten_keeps_the_others(
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it was: between the old one's leave and the new one's coming, or while a new one is written."""
+    """A run that is killed while it writes a checkpoint, or between the old one's leave and the new one's coming, goes
+    on from the one before.
+    """
     saved = SavedRun(tmp_path / "checkpoint")
     tokenizer = tiny_model.build_tokenizer()
     model = tiny_model.build_model(tokenizer, 0)
@@ -284,7 +290,9 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 
 @pytest.fixture(scope="module")
 def saved_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that a run of two seeds has left, one of them killed between its old checkpoint and its new one."""
+    """Return a folder that a run of two seeds has left, one of them killed between its old checkpoint
+    and its new one.
+    """
     folder = tmp_path_factory.mktemp("earlier")
     tokenizer = tiny_model.build_tokenizer()
     model = tiny_model.build_model(tokenizer, 0)
@@ -303,7 +311,9 @@ class Killed(Exception):
 def test_a_new_run_forgets_the_checkpoints_of_the_run_before(
     tiny: Tiny, out: Path, saved_folder: Path, tmp_path: Path
 ) -> None:
-    """Those of all seeds, at once: it may be killed before it saves one, and go on from them under its own log."""
+    """A new run forgets the checkpoints of all seeds at once: it may be killed before it saves one, and would then go
+    on from an old one under its own log.
+    """
     begun_at: list[int] = []
 
     def train(seed: experiment.Seed) -> None:
@@ -332,7 +342,9 @@ def test_a_new_run_from_a_checkpoint_that_it_would_replace_is_refused(
 
 @pytest.mark.parametrize("correction", ["truncate", "none"])
 def test_no_correction_changes_a_bit_of_an_exact_run(correction: str, tiny: Tiny, out: Path, tmp_path: Path) -> None:
-    """And it begins with the warmed-up policy of that run, and with an empty log: there is no checkpoint."""
+    """Whatever the correction, an exact run has the same bits. Without a checkpoint it begins with the policy that the
+    other run warmed up, and with an empty log.
+    """
     (tmp_path / "metrics.jsonl").write_text('{"seed": 0, "step": 0}\n{"seed": 0, "step": 1}\n')
     rows = grpo.run(tiny(tmp_path, warm_from=out, correction=correction, resume=True))
     first = [row for row in rows_of(out) if row["seed"] == 0]
@@ -343,7 +355,9 @@ def test_no_correction_changes_a_bit_of_an_exact_run(correction: str, tiny: Tiny
 
 
 def test_a_chat_template_and_an_instruction(tiny: Tiny, out: Path, tmp_path: Path) -> None:
-    """The worker is asked in the template; with `chat="never"` it is asked as it is."""
+    """The model is asked in its chat template, and with `chat="never"` as the prompt is, with the instruction behind
+    it.
+    """
     model, tokenizer = tiny_model.load(out / "seed0" / "policy")
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}[{{ message['content'] }}]{% endfor %}="
     tiny_model.save(model, tokenizer, tmp_path / "model")
@@ -377,7 +391,7 @@ def test_weights_and_biases(tiny: Tiny, out: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_each_seed_is_a_run_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of wandb itself, which gives who begins a run the one that is open."""
+    """Each seed gets a run of wandb, by wandb itself, which gives who begins a run the one that is open."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)

@@ -1,4 +1,4 @@
-"""The recipe in two processes: tokens of two versions of the weights, each with its own version's bits."""
+"""The recipe runs in two processes: tokens of two versions of the weights have each its own version's bits."""
 
 import math
 from collections.abc import Callable

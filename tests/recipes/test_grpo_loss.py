@@ -1,4 +1,4 @@
-"""Advantages and loss against numbers worked out by hand; the batches they are taken over."""
+"""Advantages and loss are those worked out by hand, and batches hold what they should."""
 
 import math
 

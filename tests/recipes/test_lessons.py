@@ -1,4 +1,4 @@
-"""The rows of the warm-up: what is in them, and which tokens are taught."""
+"""The rows of the warm-up hold what they should, and the right tokens are taught."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_a_row_of_one_lesson_teaches_its_answer() -> None:
     ("row_tokens", "lessons_in_rows"), [(13, [1, 1, 1, 1]), (14, [1, 1, 2]), (31, [2, 2]), (45, [4])]
 )
 def test_as_many_lessons_as_fit_share_a_row(row_tokens: int, lessons_in_rows: list[int]) -> None:
-    """Of 6, 23, 6 and 7 tokens, and one for the beginning of a row."""
+    """Lessons of 6, 23, 6 and 7 tokens share rows as they fit, with one token for the beginning of a row."""
     batch = rows(LESSONS, TOKENIZER, row_tokens)
     assert [text.count("<eos>") for text in taught_texts(batch)] == lessons_in_rows
     assert "".join(taught_texts(batch)) == "".join(lesson.answer + "<eos>" for lesson in LESSONS)

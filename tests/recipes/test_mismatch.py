@@ -1,4 +1,4 @@
-"""The claim's own check: one bit in one token is found, reported, and stops the update."""
+"""The claim's own check works: one bit in one token is found, reported, and stops the update."""
 
 import math
 from collections.abc import Callable

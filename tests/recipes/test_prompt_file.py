@@ -1,4 +1,4 @@
-"""`--data`: both formats, and errors that name the file, the row and the cause."""
+"""`--data` reads both formats, and its errors name the file, the row and the cause."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_a_missing_file_and_missing_parquet_columns_are_named(tmp_path: Path) ->
 
 
 def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of GSM8K are: other names, and an answer that follows its working."""
+    """A data set of the hub is read as GSM8K has it: other names, and an answer that follows its working."""
     rows = [{"question": f"{i} apples", "answer": f"one by one\n#### {i}", "level": 1} for i in range(5)]
 
     def load_dataset(name: str, config: str | None, split: str) -> datasets.Dataset:

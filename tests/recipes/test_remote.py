@@ -1,4 +1,4 @@
-"""Ray as the recipes have it: it begins and ends with the worker, unless the process is connected to one."""
+"""Ray begins and ends with the worker of a recipe, unless the process is connected to one."""
 
 import inspect
 import json
@@ -26,7 +26,7 @@ COMMAND = Path(__file__).resolve().parents[2] / "recipes" / "grpo_async.py"
 def test_ray_begins_and_ends_with_a_worker_unless_it_runs(
     monkeypatch: pytest.MonkeyPatch, running: bool, expected: list[str]
 ) -> None:
-    """A stand-in is asked for what Ray's own function takes."""
+    """Ray is started and ended around the worker, but not where it runs already; a stand-in checks what it is given."""
     done: list[str] = []
     own = inspect.signature(ray.init)
 

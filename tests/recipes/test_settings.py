@@ -1,4 +1,4 @@
-"""The command line: what is given is used, what is unknown or impossible is refused."""
+"""The command line uses what is given, and refuses what is unknown or impossible."""
 
 from pathlib import Path
 

@@ -35,7 +35,7 @@ def untrained(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 @pytest.fixture
 def rows(untrained: PreTrainedModel) -> list[Trajectory]:
-    """Four prompts of one sample each, with the trainer's own log-probabilities."""
+    """Return four prompts of one sample each, with the trainer's own log-probabilities."""
     samples = zip(SAMPLED, ADVANTAGES, strict=True)
     return [Trajectory(PROMPT, ids, own(untrained, ids), advantage, [0] * len(ids)) for ids, advantage in samples]
 
@@ -91,7 +91,7 @@ def test_a_token_that_differs_in_any_share_stops_all_updates(
 def test_old_probabilities_are_those_before_the_first_update(
     untrained: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[Trajectory]
 ) -> None:
-    """They are the rollout's where that is exact; without a correction they are the trainer's own in any case."""
+    """Old probabilities are the rollout's where that is exact, and without a correction always the trainer's own."""
     exact = Run(untrained, tokenizer, rows, updates=4)
     assert exact.same_weights(Run(untrained, tokenizer, rows, updates=4, correction="none"))
     other = [replace(row, rollout_logprobs=[one - 0.3 for one in row.rollout_logprobs]) for row in rows]
@@ -103,7 +103,9 @@ def test_old_probabilities_are_those_before_the_first_update(
 def test_clipped_are_the_tokens_whose_ratio_the_loss_cuts(
     untrained: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[Trajectory], off: float, truncated: float
 ) -> None:
-    """All ratios are e**.3, beyond 1 + --clip, or e, beyond --truncation too."""
+    """The share of clipped tokens counts those whose ratio the loss cuts: all ratios are e**.3, beyond 1 + --clip, or
+    e, beyond --truncation too.
+    """
     other = [replace(row, rollout_logprobs=[one - off for one in row.rollout_logprobs]) for row in rows]
     found = {
         correction: Run(untrained, tokenizer, other, updates=1, correction=correction, exact=False).row

@@ -1,4 +1,4 @@
-"""`--sync`: however the weights get to the worker, a run is the same bit for bit."""
+"""A run has the same bits however `--sync` lets the weights get to the worker."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +24,9 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def rewarded() -> Iterator[None]:
-    """Something that samples of a model that can do nothing differ in; and no pictures, which take as long."""
+    """Reward something that samples of a model that can do nothing differ in; and draw no pictures,
+    which take as long.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda self, path, **options: None)
         patch.setattr(sampling, "reward", lambda text, finished, problem, *_: len(set(text)) / 10)

@@ -1,4 +1,4 @@
-"""Problems, their working, and the reward."""
+"""Problems, their working and the reward are as the tasks say."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The built-in tokenizer and model, through the folder they are saved in."""
+"""The built-in tokenizer and model come back from the folder that they are saved in."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_saved_model_is_the_built_one(folder: Path) -> None:
 
 
 def test_a_policy_with_a_generation_config_that_transformers_warns_about_is_saved_with_it(folder: Path) -> None:
-    """Transformers reads it, and would not write it, nor the weights."""
+    """A policy is saved with the generation config it came with, which transformers reads but would refuse to write."""
     asked = {"temperature": 0.6, "top_p": 0.9, "pad_token_id": -1, "eos_token_id": [2, 3]}
     (folder / "generation_config.json").write_text(json.dumps(asked))
     model, tokenizer = tiny_model.load(folder)

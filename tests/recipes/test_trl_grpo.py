@@ -1,4 +1,4 @@
-"""The recipe for TRL: a step of each trainer on a model of a user's, and what it refuses."""
+"""The recipe for TRL makes a step of each trainer on a user's model, and refuses what it can not train."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_one_step(more: list[str], model: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_tokenizer_whose_end_token_the_model_lacks(model: Path, tmp_path: Path) -> None:
-    """As with cut-down models: samples end at the model's own, and nobody is refused an answer."""
+    """A tokenizer may have an end token that a cut-down model lacks: samples end at the model's own."""
     policy, tokenizer = tiny_model.load(model)
     tokenizer.add_special_tokens({"eos_token": "<over>"})
     tiny_model.save(policy, tokenizer, tmp_path / "model")
@@ -73,7 +73,9 @@ def always_says(policy: PreTrainedModel, token: int) -> None:
 
 
 def test_async_on_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small, and not warmed up."""
+    """The asynchronous trainer runs on the built-in model, here a small one that is not warmed up, without a
+    difference.
+    """
     build = verl_task.build
     small: dict[str, Any] = {"warm": False, "hidden_size": 32, "num_hidden_layers": 1}
     monkeypatch.setattr(verl_task, "build", lambda folder, **given: build(folder, **{**given, **small}))
@@ -86,7 +88,7 @@ def test_async_on_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Path, tmp_path: Path) -> None:
-    """As in models whose turns end at another token than texts do: those of Gemma, Phi-3."""
+    """An answer ends at each of several end tokens: turns may end at another one than texts, as in Gemma and Phi-3."""
     policy, tokenizer = tiny_model.load(model)
     two = tokenizer.get_vocab()["2"]
     always_says(policy, two)

@@ -1,4 +1,4 @@
-"""The recipe for verl, without verl: how it is started, and what is read of a run."""
+"""The recipe for verl is started as it should, and its runs are read as they should, without verl."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from ..patience import HANG
 
 
 def logged(folder: Path, steps: int, **metrics: float) -> None:
-    """A run that ended well, whose first step had no gradient. metrics: of the last step."""
+    """Write what a run leaves that ended well, whose first step had no gradient. metrics: of the last step."""
     folder.mkdir(parents=True)
     usual = dict.fromkeys(mismatch.MISMATCH, 0.0) | {
         matrix.TRAJECTORIES: 16,
@@ -58,7 +58,9 @@ def test_the_matrix_reads_what_runs_left(tmp_path: Path) -> None:
 
 
 def test_what_proves_nothing_fails_the_matrix(tmp_path: Path) -> None:
-    """A number that is none, hidden behind one that is; nothing to compare; fewer steps than asked for."""
+    """The matrix fails where a number is none, hidden behind one that is, where nothing was compared, or where a run
+    has fewer steps than asked for.
+    """
     logged(tmp_path / "nan", 2, **{mismatch.MISMATCH[1]: math.nan})
     assert matrix.read(tmp_path / "nan", "nan", 2).is_bad
     assert "nan" in matrix.line(matrix.read(tmp_path / "nan", "nan", 2)).split("|")[5]
@@ -138,7 +140,7 @@ def test_the_table_of_a_run() -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[shapes.Shape, str]]:
-    """What was built, which is as far as a run gets."""
+    """List what is built, which is as far as a run gets here."""
     built: list[tuple[shapes.Shape, str]] = []
 
     def build(self: shapes.Shape, folder: Path, architecture: str) -> None:
@@ -205,7 +207,7 @@ def test_options_travel_as_they_are_written(tmp_path: Path, built: list[tuple[sh
 
 
 def test_what_verl_does_before_its_first_step_is_told(tmp_path: Path) -> None:
-    """A line each, once; of words that are there when the program looks."""
+    """Each stage before verl's first step is told once, on a line of its own, when its words are in the log."""
     words = list(progress.STAGES)
     log = [b"x\n" + words[0].encode() + b": {}\n" + words[1].encode()[:9], words[1].encode()[9:] + b"\n", b"noise\n"]
     log += [f"{words[3]} 1\n(pid=4) {words[4]} \xff\n".encode("latin-1"), words[2].encode() + b"\n"]
@@ -248,7 +250,9 @@ def test_verl_ends_with_the_program_that_waits_for_it(tmp_path: Path, monkeypatc
 
 
 def test_a_run_without_a_comparison_is_no_traceback(tmp_path: Path) -> None:
-    """With `algorithm.rollout_correction.bypass_mode=True`, say."""
+    """A run that compared nothing has no greatest difference, as with
+    `algorithm.rollout_correction.bypass_mode=True`.
+    """
     logged(tmp_path / "run", 2)
     made = Run(tmp_path, tmp_path / "run")
     steps = [{name: value for name, value in step.items() if name not in mismatch.MISMATCH} for step in made.steps()]
