@@ -1,4 +1,4 @@
-"""What only `make soak` runs: cases that take long and guard no behaviour that a shorter one does not guard too."""
+"""Name what only `make soak` runs: cases that take long and guard no behaviour that shorter ones do not guard too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
-"""Whether this is `make soak`."""
+"""Says whether this is `make soak`."""
 
 MARKS = (pytest.mark.soak, pytest.mark.skipif(not CAMPAIGN, reason="make soak: takes long"))
 

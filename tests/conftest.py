@@ -1,5 +1,5 @@
-"""Ray as all tests of a process use it: on the loopback interface, without a token in the home folder. And Triton's
-interpreter where there is no GPU, and TRL without its warning of what is experimental.
+"""Set up for all tests Ray, on the loopback interface, without a token in the home folder; Triton's interpreter where
+there is no GPU; and TRL without its warning of what is experimental.
 
 They read this when they are imported (torch does not import Triton); Ray remembers the token from then on.
 
@@ -58,18 +58,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHO
 forks.share()
 _cluster = ExitStack()
 MANY_OBJECTS = 50_000
-"""What so many take to go through is seen: 0.02 seconds."""
+"""Is the number of objects that take long enough to go through to be seen: 0.02 seconds."""
 
 
 @pytest.fixture
 def ray_python() -> str:
-    """What starts the workers of Ray, as forks."""
+    """Return the command that starts the workers of Ray, which are forks."""
     return shlex.join(forks.python())
 
 
 @pytest.fixture(scope="module")
 def cluster() -> None:
-    """Ray with nothing that outlives the tests of a module, and of those that run after it on the same cluster."""
+    """Share a Ray in which nothing outlives the tests of a module, nor of those after it on this cluster."""
     import ray
 
     if ray.is_initialized():

@@ -36,7 +36,7 @@ _environment: dict[str, str] = {}
 _SERVER = "SAMEBIT_TESTS_SERVER"
 _SERVE = "serve"
 _MOST_FILES = 64
-"""Of a command, those that it is started with."""
+"""Limits the files that a command is started with."""
 _LOADED = ("samebit.kernels", "samebit.rollout.worker", "samebit.weight_sync")
 _LOADED_FOR_VERL = (
     *("tensordict", "pandas", "datasets", "peft", "hydra", "fastapi", "aiohttp"),

@@ -1,4 +1,4 @@
-"""A stream of weights that notes what was gathered of it, as all ranks of a trainer do together."""
+"""Make a stream of weights that notes what was gathered of it, as all ranks of a trainer do together."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""In which order the files of tests run, and which of them run in the same process.
+"""Say in which order the files of tests run, and which of them run in the same process.
 
 `make test` gives whole files to some processes as these become free. The files that take longest come first, as the
 last one to run should be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the
@@ -47,7 +47,7 @@ WAITING = (
     "rollout/worker/test_worker_process.py",
     "rollout/integrations/test_verl_plugin.py",
 )
-"""Files that wait for processes half of their time or longer."""
+"""Lists files that wait for processes half of their time or longer."""
 
 
 def longest_first(items: list[pytest.Item]) -> None:

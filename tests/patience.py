@@ -1,4 +1,4 @@
-"""How long a test waits: until what it waits for has happened. No test leans on a clock; a limit only ends a hang."""
+"""Wait until what a test waits for has happened. No test leans on a clock; a limit only ends a hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 HANG = 900.0
-"""Seconds. Whatever takes as long hangs, however busy the machine is."""
+"""Counts seconds: whatever takes as long hangs, however busy the machine is."""
 
 
 def wait_until(happened: Callable[[], object]) -> None:

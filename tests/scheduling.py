@@ -1,5 +1,6 @@
-"""How pytest-xdist gives files of tests to its processes: those that share a cluster of Ray together, and those that
-mostly wait to the last of three processes, until there are no more of them."""
+"""Say how pytest-xdist gives files of tests to its processes: those that share a cluster of Ray together, and those
+that mostly wait to the last of three processes, until there are no more of them.
+"""
 
 from __future__ import annotations
 
