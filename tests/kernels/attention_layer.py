@@ -1,4 +1,4 @@
-"""An attention layer for the tests: its inputs, its oracle, and its way through pages."""
+"""Give tests an attention layer: its inputs, its oracle, and its way through pages."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes and options of one attention layer."""
+    """Holds the sizes and options of one attention layer."""
 
     heads: int
     kv_heads: int
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def sinks(self) -> torch.Tensor | None:
-        """One a head: from below all scores to above them."""
+        """Return a sink for each head: from below all scores to above them."""
         return torch.linspace(-20.0, 20.0, self.heads) if self.has_sinks else None
 
     @property
@@ -47,7 +47,7 @@ def oracle(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, lengths: tuple[int, ...],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """In float64; `sinks` are the shape's own unless given."""
+    """Compute in float64; `sinks` are the shape's own unless given."""
     options = shape.options
     sinks = shape.sinks if sinks is None else sinks
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -63,7 +63,7 @@ def through_pages(
     parts: Triple, shape: Shape, lengths: tuple[int, ...], block_size: int, next_count: NextCount, *,
     padding: int = 0, device: str = "cpu",
 ) -> torch.Tensor:  # fmt: skip
-    """Attention in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens.
+    """Attend in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens.
 
     Pages begin as NaN, blocks are dealt out at random, and ``padding`` rows of NaN end each call.
     """

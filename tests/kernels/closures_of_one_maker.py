@@ -1,4 +1,4 @@
-"""Two kernels made of two closures of one name, each too large to stand in place of its calls.
+"""Make two kernels of two closures of one name, each too large to stand in place of its calls.
 
 ``python closures_of_one_maker.py first second`` runs the kernels of those names and writes what each wrote.
 """

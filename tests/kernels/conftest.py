@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: memory that shows what was not written, bfloat16 as other processors multiply it."""
+"""Give the tests of kernels memory that shows what was not written, and bfloat16 as other processors multiply it."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ _PRODUCTS = {
 
 @pytest.fixture
 def nan_in_empty() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN."""
+    """Let torch fill what `torch.empty` returns with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -25,7 +25,7 @@ def nan_in_empty() -> Iterator[None]:
 
 @pytest.fixture
 def _plain_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor that has no instruction for bfloat16."""
+    """Compute as on a processor that has no instruction for bfloat16."""
     for instructions in (dots_vectors, amx_tiles):
         monkeypatch.setattr(instructions, "available", lambda: False)
 

@@ -1,4 +1,4 @@
-"""A kernel that says which of its items were computed."""
+"""Define a kernel that says which of its items were computed."""
 
 from typing import Any
 

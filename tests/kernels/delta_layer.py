@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer, from convolution to rule, for the tests: inputs, oracle, and the way through states."""
+"""Give tests a Gated DeltaNet layer, from convolution to rule: inputs, oracle, and the way through states."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from .routes import NextCount, steps
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a layer, its chunk, and the factor on its strength."""
+    """Holds sizes of a layer, its chunk, and the factor on its strength."""
 
     shape: DeltaShape
     chunk: int
@@ -35,7 +35,7 @@ class Case:
 
 @dataclass
 class Layer:
-    """Inputs of T rows and the layer's parameters."""
+    """Holds inputs of T rows and the layer's parameters."""
 
     qkv: torch.Tensor
     a: torch.Tensor
@@ -54,7 +54,7 @@ class Layer:
         return delta_rule(convolved, decay, beta, context, case.options)
 
     def rows(self, rows: np.ndarray, padding: int = 0, device: str = "cpu") -> "Layer":
-        """These, and as many of NaN; they are parts of one matrix, as a projection gives them."""
+        """Return these rows, and as many of NaN; they are parts of one matrix, as a projection gives them."""
         given = self.tensors[:3]
         joined = torch.cat(given, dim=1)[rows]
         joined = torch.cat([joined, joined.new_full((padding, joined.shape[1]), torch.nan)]).to(device)
@@ -92,7 +92,7 @@ def oracle(case: Case, layer: Layer, lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def memory(case: Case, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu") -> StateMemory:
-    """State memory that holds NaN everywhere."""
+    """Return a state memory that holds NaN everywhere."""
     states = StateLayout(1, case.shape, case.chunk).allocate(slots, dtype, checkpoints, device)
     for part in (*states.layers, *states.checkpoints):
         for tensor in vars(part).values():
@@ -104,7 +104,7 @@ def through_states(
     case: Case, layer: Layer, lengths: tuple[int, ...], next_count: NextCount, *, block_size: int = 64,
     padding: int = 0, device: str = "cpu",
 ) -> torch.Tensor:  # fmt: skip
-    """The layer in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens."""
+    """Compute the layer in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens."""
     states = memory(case, layer.qkv.dtype, len(lengths) + 1, device=device)
     out = torch.empty(len(layer.qkv), case.shape.inner, dtype=layer.qkv.dtype)
     for step in steps(lengths, next_count):

@@ -1,4 +1,4 @@
-"""Shared by the kernel tests: thread counts, and distances from the float64 oracle."""
+"""Give the tests of kernels thread counts, and distances from the float64 oracle."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,9 @@ from samebit.kernels.layout.options import Filters
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
 RELATIVE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Of the largest element: float32 sums in another order, the others one rounding (Triton's interpreter truncates)."""
+"""Holds the error that is allowed relative to the largest element: float32 sums in another order, the others have one
+rounding (Triton's interpreter truncates).
+"""
 
 
 @contextmanager
@@ -28,14 +30,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 def filters(rows: Sequence[int], temperature: float, top_k: int, top_p: float, min_p: float) -> Filters:
-    """The same for all these rows."""
+    """Return the same filters for all these rows."""
     each = np.ones(len(rows))
     return Filters(np.array(rows), temperature * each, top_k * each.astype(np.int64), top_p * each, min_p * each)
 
 
 def rounded_up(vocab: int, peak: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of two likely tokens, `peak` and the 16th behind it, with temperatures and numbers to draw by: the two weigh
-    1 + 6.5e-8, which is 1 + 1.19e-7 as a float32, and all numbers but the first lie beyond the weights."""
+    """Return rows of two likely tokens, `peak` and the 16th behind it, with temperatures and numbers to draw by: the
+    two weigh 1 + 6.5e-8, which is 1 + 1.19e-7 as a float32, and all numbers but the first lie beyond the weights.
+    """
     row = torch.full((vocab,), -100.0)
     row[peak], row[peak + 16] = 0.0, -16.55
     uniform = 1 - torch.tensor([0.1, 2.0**-25, 2.0**-26, 2.0**-40, 2.0**-53], dtype=torch.float64)
@@ -43,7 +46,7 @@ def rounded_up(vocab: int, peak: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def assert_near(actual: torch.Tensor, oracle: torch.Tensor, factor: float = 1.0) -> None:
-    """Within `factor` of the dtype's rounding, relative to the largest element of the oracle."""
+    """Check that all is within `factor` of the dtype's rounding, relative to the largest element of the oracle."""
     assert actual.shape == oracle.shape
     actual, oracle = actual.detach().cpu(), oracle.detach().cpu()
     assert actual.isfinite().all(), "NaN or infinity"

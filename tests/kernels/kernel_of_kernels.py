@@ -1,4 +1,4 @@
-"""A kernel that calls another one, also by way of a part; ``python kernel_of_kernels.py`` runs it.
+"""Define a kernel that calls another one, also by way of a part; ``python kernel_of_kernels.py`` runs it.
 
 It writes what the kernels compute, and how often each was compiled.
 """

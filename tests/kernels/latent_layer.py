@@ -1,4 +1,4 @@
-"""A layer of attention over latents for the tests: its inputs, its oracle, and its way through pages."""
+"""Give tests a layer of attention over latents: its inputs, its oracle, and its way through pages."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one layer."""
+    """Holds the sizes of one layer."""
 
     heads: int
     rank: int
@@ -35,7 +35,7 @@ def tensors(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> Pair:
 
 
 def oracle(q: torch.Tensor, latents: torch.Tensor, shape: Shape, lengths: tuple[int, ...]) -> torch.Tensor:
-    """In float64: one KV head, whose value is the beginning of its key."""
+    """Attend in float64 with one KV head, whose value is the beginning of its key."""
     pairs = zip(q.split(lengths), latents[:, None].split(lengths), strict=True)
     scale = shape.options.scale
     return torch.cat(
@@ -47,7 +47,7 @@ def through_pages(
     parts: Pair, shape: Shape, lengths: tuple[int, ...], block_size: int, next_count: NextCount, *,
     padding: int = 0, device: str = "cpu",
 ) -> torch.Tensor:  # fmt: skip
-    """Attention in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens.
+    """Attend in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens.
 
     Pages begin as NaN, blocks are dealt out at random, and ``padding`` rows of NaN end each call.
     """

@@ -1,4 +1,4 @@
-"""The convolution and the scan of a Mamba2 layer for the tests: inputs, oracle, and the way through states."""
+"""Give tests the convolution and the scan of a Mamba2 layer: inputs, oracle, and the way through states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .routes import NextCount, steps
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a layer and its chunk."""
+    """Holds sizes of a layer and its chunk."""
 
     shape: SSMShape
     chunk: int
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass
 class Layer:
-    """Inputs of T rows and the layer's parameters."""
+    """Holds inputs of T rows and the layer's parameters."""
 
     x: torch.Tensor
     dt: torch.Tensor
@@ -55,7 +55,7 @@ class Layer:
         return scan(convolved, self.dt, *self.parameters, context, options)
 
     def rows(self, rows: np.ndarray, padding: int = 0, device: str = "cpu") -> "Layer":
-        """These, and as many of NaN; x and dt are parts of one matrix, as a projection gives them."""
+        """Return these rows, and as many of NaN; x and dt are parts of one matrix, as a projection gives them."""
         joined = torch.cat([self.x, self.dt], dim=1)[rows]
         joined = torch.cat([joined, joined.new_full((padding, joined.shape[1]), torch.nan)]).to(device)
         x, dt = joined.split([self.x.shape[1], self.dt.shape[1]], dim=1)
@@ -90,7 +90,7 @@ def oracle(case: Case, layer: Layer, lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def memory(case: Case, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu") -> StateMemory:
-    """State memory that holds NaN everywhere."""
+    """Return a state memory that holds NaN everywhere."""
     states = StateLayout(1, case.shape, case.chunk).allocate(slots, dtype, checkpoints, device)
     for part in (*states.layers, *states.checkpoints):
         for tensor in vars(part).values():
@@ -121,7 +121,7 @@ def through_states(
     case: Case, layer: Layer, lengths: tuple[int, ...], next_count: NextCount, *, block_size: int = 64,
     padding: int = 0, device: str = "cpu",
 ) -> torch.Tensor:  # fmt: skip
-    """The layer in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens."""
+    """Compute the layer in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens."""
     states = memory(case, layer.x.dtype, len(lengths) + 1, device=device)
     out = torch.empty(len(layer.x), case.shape.inner, dtype=layer.x.dtype)
     for step in steps(lengths, next_count):

@@ -1,4 +1,4 @@
-"""Pages of a layer whose sequences are computed in steps, and what each step is called with."""
+"""Hold the pages of a layer whose sequences are computed in steps, and what each step is called with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .routes import Step
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """Pages that begin as NaN, and a table of blocks that are dealt out at random; row 0 is of no sequence."""
+    """Holds pages that begin as NaN, and a table of blocks that are dealt out at random; row 0 is of no sequence."""
 
     tables: np.ndarray
     block_size: int

@@ -1,4 +1,4 @@
-"""What each kernel computes, in float64: slow, obvious, the oracle of the tests.
+"""Compute in float64 what each kernel computes: slow, obvious, the oracle of the tests.
 
 Plain torch, differentiable by torch's own autograd, one dense sequence at a time, no tiling, no padding.
 
@@ -15,26 +15,26 @@ from samebit.kernels.layout.options import ExpertOptions, GatedNormOptions, Rout
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``; ``x``: ``[..., K]``, ``weight``: ``[N, K]``."""
+    """Compute ``x @ weight.T + bias``; ``x``: ``[..., K]``, ``weight``: ``[N, K]``."""
     product = x.double() @ weight.double().T
     return product if bias is None else product + bias.double()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """``x / sqrt(mean(x**2) + eps) * (weight + offset)`` over the last axis."""
+    """Compute ``x / sqrt(mean(x**2) + eps) * (weight + offset)`` over the last axis."""
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + offset)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
+    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
     centered = x.double() - x.double().mean(-1, keepdim=True)
     normed = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
     return normed * weight.double() + bias.double()
 
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``activation(gate) * up``, by the activation's Hugging Face name."""
+    """Compute ``activation(gate) * up``, by the activation's Hugging Face name."""
     x = gate.double()
     if activation in ("silu", "swish"):
         y = x / (1 + (-x).exp())
@@ -71,7 +71,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *, scale: float,
     window: int = 0, softcap: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of the last T tokens of one sequence to all S of them.
+    """Compute causal attention of the last T tokens of one sequence to all S of them.
 
     Args:
         q: ``[T, H, D]``; row t is token ``S - T + t``.
@@ -100,20 +100,20 @@ def attention(
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Log-softmax of ``logits / temperature`` at the tokens; ``logits``: ``[..., V]``, the others ``[...]``."""
+    """Return log-softmax of ``logits / temperature`` at the tokens; ``logits``: ``[..., V]``, the others ``[...]``."""
     scaled = logits.double() / torch.as_tensor(temperature, dtype=torch.float64).expand(token_ids.shape)[..., None]
     return scaled.log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
 
 
 def entropy(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Entropy in nats of the softmax of ``logits / temperature``; ``logits``: ``[..., V]``."""
+    """Return the entropy in nats of the softmax of ``logits / temperature``; ``logits``: ``[..., V]``."""
     scaled = logits.double() / torch.as_tensor(temperature, dtype=torch.float64).expand(logits.shape[:-1])[..., None]
     logprobs = scaled.log_softmax(-1)
     return -torch.where(scaled == -math.inf, 0.0, logprobs.exp() * logprobs).sum(-1)
 
 
 def penalize_repetition(logits: torch.Tensor, seen: set[int], penalty: float) -> torch.Tensor:
-    """The logits ``[V]`` of tokens seen so far, divided by the penalty if positive, else multiplied."""
+    """Divide the logits ``[V]`` of tokens seen so far by the penalty if they are positive, else multiply them."""
     out = logits.double().clone()
     for token in seen:
         out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
@@ -123,7 +123,7 @@ def penalize_repetition(logits: torch.Tensor, seen: set[int], penalty: float) ->
 def sampling_distribution(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Probability of each of V tokens after min-p, then top-k, then top-p; ``logits``: ``[V]``.
+    """Return the probability of each of V tokens after min-p, then top-k, then top-p; ``logits``: ``[V]``.
 
     Min-p keeps the tokens that are at least ``min_p`` times as likely as the likeliest, top-p the shortest run of
     likeliest ones whose share of what the others left reaches ``top_p``. Ties go to the lower id.
@@ -145,7 +145,7 @@ def sampling_distribution(
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """silu of the depthwise causal convolution of one sequence; ``x``: ``[T, W]``, ``weight``: ``[W, 1, K]``."""
+    """Compute silu of the depthwise causal convolution of a sequence; ``x``: ``[T, W]``, ``weight``: ``[W, 1, K]``."""
     taps = weight.shape[-1]
     padded = torch.nn.functional.pad(x.double(), (0, 0, taps - 1, 0))
     out = torch.stack([(padded[t : t + taps] * weight[:, 0].double().T).sum(0) for t in range(len(x))])
@@ -162,7 +162,7 @@ def ssm_scan(
     skip: torch.Tensor,
     dt_limits: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
-    """The Mamba2 recurrence ``S_t = exp(A dt_t) S + dt_t B_t x_t``, ``y_t = C_t S_t + D x_t`` of one sequence.
+    """Compute the recurrence of Mamba2, ``S_t = exp(A dt_t) S + dt_t B_t x_t``, ``y_t = C_t S_t + D x_t``.
 
     Args:
         x: ``[T, H, P]``.
@@ -192,7 +192,7 @@ def ssm_scan(
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
 ) -> torch.Tensor:
-    """RMSNorm of each group of the last axis, times silu(gate) or sigmoid(gate) before or after it."""
+    """Normalise each group of the last axis (RMSNorm), times silu(gate) or sigmoid(gate) before or after it."""
     eps, groups, gate_first = options.eps, options.groups, options.gate_first
     x, gate = x.double(), gate.double()
     gate = (1 if options.sigmoid else gate) / (1 + (-gate).exp())
@@ -206,7 +206,9 @@ def gated_rms_norm(
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, beta_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log of the decay and the strength of the delta rule; ``a``: ``[T, H]`` or ``[T, H K]``, ``b``: ``[T, H]``."""
+    """Return the log of the decay and the strength of the delta rule; ``a``: ``[T, H]`` or ``[T, H K]``, ``b``: ``[T,
+    H]``.
+    """
     step = torch.nn.functional.softplus(a.double() + dt_bias.double())
     return -a_log.double().exp().repeat_interleave(a.shape[1] // b.shape[1]) * step, beta_scale * b.double().sigmoid()
 
@@ -214,8 +216,9 @@ def delta_gates(
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The recurrence of one sequence; ``q``, ``k``: ``[T, Hk, K]``, ``v``: ``[T, Hv, V]``, ``beta``: ``[T, Hv]``,
-    ``decay``: as beta, or of each channel ``[T, Hv K]``."""
+    """Compute the recurrence of one sequence; ``q``, ``k``: ``[T, Hk, K]``, ``v``: ``[T, Hv, V]``, ``beta``: ``[T,
+    Hv]``, ``decay``: as beta, or of each channel ``[T, Hv K]``.
+    """
     q, k = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     share = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(share, 1) for x in (q * k.shape[-1] ** -0.5, k))
@@ -234,7 +237,7 @@ def delta_rule(
 def route(
     logits: torch.Tensor, correction: torch.Tensor | None, options: RoutingOptions
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """The experts of each row, ascending, and their weights; ``logits``: ``[T, E]``, ``correction``: ``[E]``."""
+    """Return the experts of each row, ascending, and their weights; ``logits``: ``[T, E]``, ``correction``: ``[E]``."""
     logits, number = logits.double(), logits.shape[1]
     scores = logits.sigmoid() if options.scores == "sigmoid" else logits.softmax(-1)
     corrected = scores if correction is None else scores + correction.double()
@@ -253,7 +256,7 @@ def route(
 
 
 def _ranked(keys: list[list[float]], places: Iterable[int]) -> list[int]:
-    """The places with the greatest keys first, the lowest among equals."""
+    """Return the places with the greatest keys first, the lowest among equals."""
     return sorted(places, key=lambda place: ([-key for key in keys[place]], place))
 
 
@@ -267,7 +270,7 @@ def routed_experts(
     down_bias: torch.Tensor | None,
     options: ExpertOptions,
 ) -> torch.Tensor:
-    """The weighted sum of each row's experts: shapes and options as of `samebit.kernels.ops.experts.routed`."""
+    """Sum each row's experts by their weights: shapes and options as of `samebit.kernels.ops.experts.routed`."""
     rows = []
     for row, chosen, own in zip(x.double(), ids.tolist(), weights.double(), strict=True):
         total = torch.zeros_like(row)

@@ -1,4 +1,4 @@
-"""The ways through a rollout's memory that the tests of the kernels take, and the layouts of a training call."""
+"""List the ways through a rollout's memory that the tests of the kernels take, and the layouts of a training call."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from samebit.kernels.layout.forward_context import ForwardContext, training_cont
 from ..campaign import CAMPAIGN
 
 NextCount = Callable[[int, int], int]
-"""Tokens that a sequence (the first number) computes next, after those it has (the second)."""
+"""Says how many tokens a sequence (the first number) computes next, after those it has (the second)."""
 
 ROUTES: dict[str, NextCount] = {
     "whole": lambda sequence, done: 1000,
@@ -33,7 +33,7 @@ def ways(block_sizes: Sequence[int], turn: int) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Step:
-    """`sequences` compute `counts` tokens each, after the `starts` they have: `rows` of all tokens."""
+    """Says that `sequences` compute `counts` tokens each, after the `starts` they have: `rows` of all tokens."""
 
     sequences: list[int]
     counts: list[int]
@@ -42,7 +42,7 @@ class Step:
 
 
 def steps(lengths: tuple[int, ...], next_count: NextCount) -> Iterator[Step]:
-    """Of a batch that changes, until each sequence has its length."""
+    """Yield the steps of a batch that changes, until each sequence has its length."""
     offsets = np.cumsum((0, *lengths))
     done = [0] * len(lengths)
     while sum(done) < sum(lengths):
@@ -60,13 +60,13 @@ def packed_context(lengths: tuple[int, ...]) -> ForwardContext:
 
 
 def left_padding(lengths: tuple[int, ...]) -> torch.Tensor:
-    """An attention mask ``[sequences, longest + 3]``."""
+    """Return an attention mask ``[sequences, longest + 3]``."""
     width = max(lengths) + 3
     return (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
 
 
 def padded(part: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Rows where the mask says, NaN elsewhere."""
+    """Return rows where the mask says, NaN elsewhere."""
     out = part.new_full((mask.numel(), *part.shape[1:]), torch.nan)
     out[mask.flatten().bool()] = part
     return out

@@ -1,4 +1,4 @@
-"""A decode step of sequences that begin with the same physical blocks, for the tests of attention on a GPU."""
+"""Make decode steps of sequences that begin with the same physical blocks, for the tests of attention on a GPU."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from .attention_layer import Shape
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of these lengths, their newest tokens included, that begin with the same ``common`` tokens."""
+    """Holds sequences of these lengths, newest tokens included, that begin with the same ``common`` tokens."""
 
     common: int
     lengths: tuple[int, ...]
 
 
 class Decode:
-    """The newest tokens of the sequences of some groups, in an order in which the groups are mixed or not."""
+    """Holds the newest tokens of the sequences of some groups, in an order in which the groups are mixed or not."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, groups: tuple[Group, ...], mixed: bool = False) -> None:
         torch.manual_seed(shape.head_dim)
@@ -37,11 +37,11 @@ class Decode:
         self.queries = [torch.randn(n, shape.heads, shape.head_dim).to(dtype) * 3 for n in self.lengths]
 
     def _tokens(self, count: int) -> torch.Tensor:
-        """Keys and values ``[2, count, KV heads, D]``."""
+        """Draw keys and values ``[2, count, KV heads, D]``."""
         return torch.randn(2, count, self.shape.kv_heads, self.shape.head_dim).to(self.dtype)
 
     def expected(self, new: int = 1) -> list[torch.Tensor]:
-        """The oracle's rows of the last ``new`` tokens of each sequence."""
+        """Return the oracle's rows of the last ``new`` tokens of each sequence."""
         options = self.shape.options
         return [
             reference.attention(
@@ -58,7 +58,7 @@ class Decode:
     def found(
         self, block_size: int, device: str, *, shared: bool = True, only: int | None = None, long: int | None = None
     ) -> tuple[list[torch.Tensor], ForwardContext]:
-        """The kernel's rows, of each sequence in turn, and the layout of the call.
+        """Return the kernel's rows, of each sequence in turn, and the layout of the call.
 
         ``shared``: the tokens in common lie in the same blocks. ``only``: this sequence alone. ``long``: this one
         computes its last three tokens. Blocks are dealt out at random, unused memory is NaN.
@@ -83,7 +83,7 @@ class Decode:
         return [rows[at] for at in np.argsort(chosen)], context
 
     def _memory(self, block_size: int, shared: bool) -> tuple[np.ndarray, torch.Tensor]:
-        """Block tables, whose unused entries name no block, and pages full of NaN."""
+        """Return block tables, whose unused entries name no block, and pages full of NaN."""
         needed = [-(-length // block_size) for length in self.lengths]
         dealt = iter(np.random.default_rng(1).permutation(sum(needed)) + 1)
         tables = np.full((len(needed), max(needed)), np.iinfo(np.int32).max, np.int32)
@@ -98,7 +98,7 @@ class Decode:
 
 
 def _put(pages: torch.Tensor, table: np.ndarray, cached: torch.Tensor, block_size: int) -> None:
-    """Keys and values ``[2, n, KV heads, D]`` where Triton's kernels look for them."""
+    """Write keys and values ``[2, n, KV heads, D]`` where Triton's kernels look for them."""
     n, kv_heads, head_dim = cached.shape[1:]
     token = np.arange(n)
     view = pages.view(-1, kv_heads, 2, block_size, head_dim)

@@ -1,4 +1,4 @@
-"""A layer of sparse attention over latents for the tests: its inputs, its oracle, and its way through pages."""
+"""Give tests a layer of sparse attention over latents: its inputs, its oracle, and its way through pages."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from .routes import NextCount, steps
 
 @dataclass(frozen=True)
 class Sparse:
-    """The sizes of one layer and of its indexer."""
+    """Holds the sizes of one layer and of its indexer."""
 
     shape: Shape
     heads: int
@@ -30,13 +30,13 @@ class Sparse:
         return IndexOptions(1, self.heads, self.size, 0.25, self.top_k)  # a power of two, which rounds nothing
 
     def dense(self) -> "Sparse":
-        """The layer that reads all tokens."""
+        """Return the layer that reads all tokens."""
         return replace(self, top_k=10_000)
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a layer is given for T rows: q, latents, and the queries, keys and weights of its index."""
+    """Holds what a layer is given for T rows: q, latents, and the queries, keys and weights of its index."""
 
     q: torch.Tensor
     latents: torch.Tensor
@@ -49,7 +49,7 @@ class Inputs:
 
 
 def inputs(layer: Sparse, dtype: torch.dtype, rows: int) -> Inputs:
-    """Index keys are small whole numbers, and so are weights and queries: scores are often equal, many 0."""
+    """Draw inputs whose index keys, weights and queries are small whole numbers: scores are often equal, many 0."""
     torch.manual_seed(layer.top_k)
     shape = layer.shape
     q = torch.randn(rows, shape.heads, shape.options.width) * 3
@@ -61,7 +61,7 @@ def inputs(layer: Sparse, dtype: torch.dtype, rows: int) -> Inputs:
 
 
 def expected_choice(given: Inputs, layer: Sparse, lengths: tuple[int, ...]) -> torch.Tensor:
-    """By sorting: the greatest scores, the first among equals; -1 behind. Exact for such inputs, in any order."""
+    """Choose by sorting: the greatest scores, the first among equals; -1 behind. Exact for such inputs in any order."""
     chosen = torch.full((sum(lengths), layer.top_k), -1, dtype=torch.int32)
     row = 0
     for first, length in zip(np.cumsum((0, *lengths)), lengths, strict=False):
@@ -78,7 +78,7 @@ def expected_choice(given: Inputs, layer: Sparse, lengths: tuple[int, ...]) -> t
 def oracle(
     q: torch.Tensor, latents: torch.Tensor, chosen: torch.Tensor, layer: Sparse, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Attention in float64 of rows to the chosen ones of their sequences."""
+    """Attend in float64 from rows to the chosen ones of their sequences."""
     out, row = [], 0
     for queries, keys in zip(q.double().split(lengths), latents.double().split(lengths), strict=True):
         for query in queries:
@@ -90,7 +90,7 @@ def oracle(
 
 
 def attended(given: Inputs, layer: Sparse, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and choice of one call."""
+    """Return output and choice of one call."""
     chosen = choose_keys(given.queries, given.keys, given.weights, context, layer.index)
     return latent_attention(given.q, given.latents, context, layer.shape.options, chosen), chosen
 
@@ -99,7 +99,7 @@ def through_pages(
     given: Inputs, layer: Sparse, lengths: tuple[int, ...], block_size: int, next_count: NextCount, *,
     padding: int = 0, device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """In steps, as `latent_layer.through_pages`; output and choice."""
+    """Attend in steps, as `latent_layer.through_pages` does; return output and choice."""
     shape = layer.shape
     layout = SparseLayout(shape.rank, shape.rope, layer.size, (True,))
     pages = Pages.deal(layout, lengths, block_size, given.q.dtype, device)

@@ -1,4 +1,4 @@
-"""Paged attention: near the oracle, the same bits by any route through the pages, gradients."""
+"""Paged attention is near the oracle, with the same bits by any route through the pages, gradients too."""
 
 from dataclasses import replace
 
@@ -86,7 +86,7 @@ def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(shape: Sha
 
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 9])
 def test_gradients_of_windows_of_few_tokens_are_near_the_oracle(window: int) -> None:
-    """Keys that are computed together are then seen by rows of which some see none of the others."""
+    """Gradients are near the oracle where of keys that are computed together some rows see none."""
     shape = Shape(6, 2, 40, window=window)
     parts = tensors(shape, torch.float32, LENGTHS)
     upstream = torch.randn(parts[0].shape)
@@ -114,7 +114,9 @@ def test_padding_has_no_gradient(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("row", [0, 1, 62, 63, 64, 101, 129])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
 def test_the_gradient_of_a_row_reaches_the_keys_that_it_sees_and_no_others(shape: Shape, row: int) -> None:
-    """Also where rows are computed several at a time: a NaN that came along with a weight of 0 would stay."""
+    """A row's gradient reaches no key that it does not see, even where several rows are computed at a time: a NaN that
+    came along with a weight of 0 would stay.
+    """
     (length,) = lengths = (130,)
     mine = leaves(*tensors(shape, torch.float32, lengths))
     upstream = torch.ones(mine[0].shape)
@@ -184,7 +186,7 @@ def test_the_gradient_of_sinks_leaves_padding_out() -> None:
 def test_what_a_thread_attends_to_next_is_looked_up_within_its_block_table(
     block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence of one block, in the last of the tables, has no chunk's worth of blocks."""
+    """No block beyond a table's end is looked up: the last table's sequence may have one block, less than a chunk."""
     monkeypatch.setattr(forward, "_locate", forward._locate.py_func)
     found = [np.full(4, -1, np.int64) for _ in range(4)]
     forward._locate_coming.py_func(

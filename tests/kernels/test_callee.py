@@ -1,4 +1,4 @@
-"""Kernels that call kernels: each is compiled once, by itself, for who calls it from Python and from other kernels."""
+"""A kernel that other kernels call is compiled once, by itself, for who calls it from Python and from kernels."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FILE = Path(__file__).with_name("kernel_of_kernels.py")
 
 @pytest.fixture
 def kernels(tmp_path: Path) -> Any:
-    """The module of kernels that call kernels, of which nothing is compiled yet."""
+    """Return the module of kernels that call kernels, of which nothing is compiled yet."""
     spec = spec_from_file_location(FILE.stem, shutil.copy(FILE, tmp_path))
     assert spec is not None
     assert spec.loader is not None
@@ -60,7 +60,7 @@ def test_a_kernel_is_called_at_its_address_with_numbers_that_lie_in_memory(kerne
 
 
 def test_a_process_that_loads_a_kernel_loads_what_it_calls(tmp_path: Path) -> None:
-    """From where it was compiled, or it compiles that again, if it is gone."""
+    """A process that loads a kernel loads what that calls from the cache, or compiles it again if it is gone."""
     copy = shutil.copy(FILE, tmp_path)
 
     def run() -> Any:

@@ -36,11 +36,11 @@ def test_a_tensor_on_another_gpu_than_the_current_one_is_refused(monkeypatch: py
 
 
 class Launched(Exception):
-    """In place of the first kernel."""
+    """Says that the first kernel would have been launched, in its place."""
 
 
 class Launches:
-    """In place of a GPU's operations, which are reached where the tensor's GPU is the current one."""
+    """Stands in for a GPU's operations, which are reached where the tensor's GPU is the current one."""
 
     def __getattr__(self, name: str) -> Any:
         raise Launched(name)
@@ -81,14 +81,16 @@ def test_a_bound_decoder_computes_on_the_gpu_of_its_rows(current: list[int]) -> 
 
 
 def test_a_bound_head_does_too(current: list[int]) -> None:
-    """A model's forward calls it when its decoder is done."""
+    """The head of a bound model, which runs when its decoder is done, is computed on the GPU of its rows."""
     head = SimpleNamespace(weight=on_the_second_gpu(5, 8), bias=None, samebit=None)
     with pytest.raises(Launched, match="multiply"):
         head_forward(head, on_the_second_gpu(3, 8))
 
 
 def test_all_of_a_scoring_call_is_on_the_gpu_of_its_rows(current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows on the CPU, which are real, it is only seen that it was asked for."""
+    """A whole scoring call asks for the GPU of its rows as the current one. Here the rows are on the CPU, and it is
+    only seen that it was asked for.
+    """
     family = SimpleNamespace(wrapped=False)
     monkeypatch.setattr(training, "checked_binding_of", lambda model: SimpleNamespace(vocab_size=9, family=family))
 
@@ -102,7 +104,9 @@ def test_all_of_a_scoring_call_is_on_the_gpu_of_its_rows(current: list[int], mon
 
 @pytest.mark.parametrize("dimensions", [2, 4])
 def test_what_a_model_asks_of_the_mask_is_answered_on_the_host(dimensions: int) -> None:
-    """Of recurrent models transformers before 5.13, and later ones of Mamba2; a CUDA graph can not record the wait."""
+    """A recurrent model's question whether the mask has padding is answered without a wait for the GPU, which a CUDA
+    graph could not record. (transformers before 5.13 ask it, and later ones for Mamba2.)
+    """
     mask = LayoutMask.of(training_context((1, 3), None, None, "meta"), dimensions)
     assert mask.is_meta
     assert not torch.all(mask == 1), "some rows are padding, for all that the model knows"

@@ -1,4 +1,4 @@
-"""The gates and the delta rule: near the oracle, the same bits by any route through the states, gradients."""
+"""The gates and the delta rule are near the oracle, with the same bits by any route through states, gradients too."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -72,7 +72,9 @@ def test_the_pieces_of_a_tile_have_each_column_once_and_sums_for_the_registers(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_heads_that_forget_fast(case: Case) -> None:
-    """By e**-5 to e**-90 a token: what is left of a token passes through all sizes that a float32 can have."""
+    """Heads that forget fast, by e**-5 to e**-90 a token, stay near the oracle: what is left of a token passes through
+    all sizes that a float32 can have.
+    """
     layer = layer_of(case, torch.float32, LENGTHS)
     layer = replace(layer, dt_bias=layer.dt_bias + 9)
     expected = layer.run(packed_context(LENGTHS), case)
@@ -83,7 +85,9 @@ def test_heads_that_forget_fast(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
 def test_what_has_decayed_to_next_to_nothing_is_nothing(case: Case) -> None:
-    """Products of it would be subnormal, which some processors compute many times slower."""
+    """What has decayed to next to nothing counts as nothing: products of it would be subnormal, which some processors
+    compute many times slower.
+    """
     tokens = 40
     qkv, beta = torch.randn(tokens, case.shape.conv_width), torch.zeros(tokens, case.shape.value_heads)
     beta[0] = 1.0
@@ -95,7 +99,7 @@ def test_what_has_decayed_to_next_to_nothing_is_nothing(case: Case) -> None:
 
 
 def test_channels_that_decay_a_little_each_token_end_as_nothing() -> None:
-    """Of a key's channel that loses e**-10 a token, numbers below e**-60 would be subnormal soon."""
+    """A channel that loses e**-10 a token ends as nothing, before its numbers, below e**-60, become subnormal."""
     case, tokens = CASES[-1], 12
     qkv, beta = torch.randn(tokens, case.shape.conv_width), torch.zeros(tokens, case.shape.value_heads)
     beta[0] = 1.0

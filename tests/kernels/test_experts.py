@@ -1,4 +1,4 @@
-"""Routed experts: a row of the output is its own experts' alone, whatever is computed beside it, forward and back."""
+"""A row of routed experts is its own experts' alone, whatever is computed beside it, forward and back."""
 
 from dataclasses import dataclass, replace
 
@@ -40,7 +40,7 @@ class Layer:
         return routed_experts(self.x[rows], self.ids[rows], self.weights[rows], self.experts, self.options)
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """All that have a gradient."""
+        """Return all that have a gradient."""
         experts = self.experts
         return [self.x, self.weights, experts.up, experts.down, experts.up_bias, experts.down_bias]
 
@@ -65,7 +65,7 @@ def layer(
 
 
 def chosen_by(layer: Layer, ids: list[list[int]]) -> Layer:
-    """The same layer, its rows routed by this pattern over and over."""
+    """Return the same layer, its rows routed by this pattern over and over."""
     repeated = torch.tensor(ids, dtype=torch.int32).repeat(ROWS, 1)[:ROWS]
     return replace(layer, ids=repeated, weights=torch.rand(repeated.shape))
 
@@ -156,7 +156,9 @@ def test_without_a_graph_experts_are_one_call_with_the_bits_of_the_steps_by_them
 def test_outputs_of_experts_have_the_bits_of_linear_layers_and_their_sum_is_one_chain(
     name: str, arithmetic: torch.dtype
 ) -> None:
-    """Of fused multiply-adds from 0, in the order of the ids: in float64 a product is exact."""
+    """Each expert's output has the bits of linear layers, and their sum is a chain of fused multiply-adds from 0, in
+    the order of the ids (in float64 a product is exact).
+    """
     given = chosen_by(layer(name, 130, 70, 5, 1, arithmetic), [[0, 3, 4], [1, 2, 3], [1, 3, 4]])
     experts, transposed = given.experts, given.options.transposed
     up, down = (part.mT if transposed else part for part in (experts.up, experts.down))
@@ -170,7 +172,7 @@ def test_outputs_of_experts_have_the_bits_of_linear_layers_and_their_sum_is_one_
 
 
 def test_experts_take_their_rows_in_order() -> None:
-    """So the gradient of a weight is a sum in an order that the ids alone decide."""
+    """Experts take their rows in order, so that a weight's gradient is a sum in an order that the ids alone decide."""
     pairs = sort_pairs(torch.tensor([[1, 2], [0, 1], [1, 3], [0, 1]], dtype=torch.int32), 5)
     assert pairs.row_of.tolist() == [1, 3, 0, 1, 2, 3, 0, 2]
     assert pairs.offsets.tolist() == [0, 2, 6, 7, 8, 8]

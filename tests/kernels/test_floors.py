@@ -1,4 +1,4 @@
-"""The floors of `samebit.kernels`: imports go down only, in one place to a device, and in no circle.
+"""The floors of `samebit.kernels` hold: imports go down only, in one place to a device, and in no circle.
 
 Every import counts: inside of functions and under TYPE_CHECKING too.
 """
@@ -27,7 +27,7 @@ BELOW = {
     "layout": {"layout"},
     "team": {"team"},
 }
-"""What each floor may import, itself included; `ops.dispatch` the devices too."""
+"""Names what each floor may import, itself included; `ops.dispatch` may import the devices too."""
 
 
 @cache
@@ -45,7 +45,7 @@ def read_imports(path: Path) -> Iterator[str]:
 
 
 def modules() -> dict[str, set[str]]:
-    """Of each module of the package the modules that it imports."""
+    """Return for each module of the package the modules that it imports."""
     paths = {".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
     names = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     found: dict[str, set[str]] = {}

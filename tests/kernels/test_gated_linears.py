@@ -25,7 +25,9 @@ def each(activation: str, x: torch.Tensor, modules: list[nn.Linear]) -> torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_results_and_gradients_have_the_bits_of_calls_of_each(activation: str, dtype: torch.dtype) -> None:
-    """Of one input, weights and biases, and where not all are wanted."""
+    """Two layers in one call have the results and gradients of a call of each: of the input, of weights and biases, and
+    where not all are wanted.
+    """
     torch.manual_seed(0)
     modules = gate_and_up(100, 129, dtype)
     for frozen in (None, *modules):

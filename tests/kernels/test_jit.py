@@ -1,4 +1,4 @@
-"""How kernels are compiled: by one process of a machine, for all of them."""
+"""Kernels are compiled by one process of a machine, for all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ for _ in range(4):
 
 
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
-    """They are forks of one that has loaded."""
+    """Of processes that start together, here forks of one that has loaded, one compiles."""
     (tmp_path / "shared.py").write_text(SHARED)
     command = [*python(), "-c", AT_ONCE, str(tmp_path)]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
@@ -63,7 +63,7 @@ print(int(out[0]))
 
 
 def test_a_lock_of_another_user_keeps_no_kernel_from_compiling(tmp_path: Path) -> None:
-    """As the one that root leaves in a folder that is not root's."""
+    """A lock that another user left, as root does in a folder that is not root's, keeps no kernel from compiling."""
     (tmp_path / "shared.py").write_text(SHARED)
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [*python(), "-c", ONCE, str(tmp_path)]
@@ -135,7 +135,9 @@ for value in (1, 1, 2):
 
 
 def test_a_kernel_is_compiled_anew_when_a_file_that_it_takes_in_has_changed(tmp_path: Path) -> None:
-    """Numba looks at the kernel's own file, and the next process would run the code of before."""
+    """A kernel is compiled anew when a file that it takes in has changed. Numba looks at the kernel's own file alone,
+    and the next process would run old code.
+    """
     made = tmp_path / "made"
     made.mkdir()
     (made / "part.py").write_text(PART)
@@ -177,14 +179,16 @@ for name in ("Before", "Before", "After"):
 
 
 def test_a_kernel_is_compiled_anew_when_the_class_of_an_argument_is_gone(tmp_path: Path) -> None:
-    """Numba can not read its index of the kernel then."""
+    """A kernel is compiled anew when the class of an argument is gone, as Numba can not read its index then."""
     command = [*python(), "-c", RUN_NAMED, str(tmp_path), NAMED]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
     assert done.stdout.splitlines() == ["3 1", "3 0", "3 1"]
 
 
 def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> None:
-    """Numba's layer is asked for again behind each copy; an error names what is missing and what to do."""
+    """Torch lends Numba each of its copies of OpenMP in turn where the system has none; an error names what is missing
+    and what to do.
+    """
     asked: list[int] = []
     copies = openmp._copies_of_torch()
     assert copies, "torch for Linux brings one along"
@@ -206,7 +210,9 @@ def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> Non
 
 
 def test_no_parallel_operation_of_the_trainer_holds_another_one() -> None:
-    """Numba, whose pool starts with the first kernel, allows it to the thread in which that is."""
+    """No parallel operation of the trainer holds another one. (Numba, whose pool starts with the first kernel, allows
+    it to the thread in which that is.)
+    """
     script = """
 from samebit.kernels.openmp import _runtimes
 import torch
@@ -219,7 +225,7 @@ print([runtime.omp_get_max_active_levels() for runtime in _runtimes()])
 
 
 def test_the_trainer_keeps_its_number_of_threads() -> None:
-    """Numba, whose pool starts with the first kernel, sets it to its own."""
+    """The trainer keeps its number of threads. (Numba, whose pool starts with the first kernel, sets it to its own.)"""
     script = """
 import torch
 torch.set_num_threads(1)
@@ -234,7 +240,9 @@ print(torch.get_num_threads())
 @pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("name", [b"my env", b"caf\xe9"], ids=["a space", "not UTF-8"])
 def test_a_runtime_may_lie_in_a_folder_of_any_name(name: bytes, gone: bool, tmp_path: Path) -> None:
-    """As that of an environment may; where its file was replaced since, the system calls it deleted."""
+    """OpenMP's runtime is found in a folder of any name, as an environment's may be, even where the system calls its
+    file deleted because it was replaced since.
+    """
     folder = tmp_path / os.fsdecode(name)
     folder.mkdir()
     copy = shutil.copy(openmp._runtimes()[0]._name, folder / "libgomp-of-another-package.so")

@@ -1,4 +1,6 @@
-"""Attention over latents, and the products of heads around it: near the oracle, equal bits by any route, gradients."""
+"""Attention over latents, and the products of heads around it, are near the oracle, with equal bits by any route,
+gradients too.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nan_in_empty")
 LENGTHS = (1, 2, 63, 64, 65, 130)
 SHAPES = (Shape(4, 48, 16), Shape(5, 33, 7), Shape(1, 200, 9), Shape(34, 17, 2), Shape(40, 16, 8))
 SIZES = ((1, 6, 4), (3, 20, 33), (5, 129, 100), (2, 250, 16))
-"""Heads, inputs and outputs; more outputs than are turned over at a time."""
+"""Lists heads, inputs and outputs; more outputs than are turned over at a time."""
 
 
 @pytest.mark.soak
@@ -79,7 +81,9 @@ def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(shape: Sha
 def test_products_of_heads_have_the_bits_of_linear_layers(
     size: tuple[int, int, int], transposed: bool, dtype: torch.dtype
 ) -> None:
-    """Of parts of wider rows, with weights that are parts of a larger one."""
+    """Products of heads have the bits of linear layers, also of parts of wider rows, with weights that are parts of a
+    larger one.
+    """
     heads, inputs, outputs = size
     torch.manual_seed(0)
     x = torch.randn(130, heads, inputs + 3).to(dtype)[..., :inputs]
@@ -111,7 +115,9 @@ def test_gradients_of_products_of_heads(transposed: bool) -> None:
 
 
 def test_sums_of_a_tile_leave_registers_for_what_is_added() -> None:
-    """Of 32 with AVX-512, of 16 halves of vectors without: what does not fit goes through memory at each step."""
+    """The sums of a tile fit into registers beside what is added: 32 with AVX-512, otherwise 16 of half a vector. What
+    does not fit would go through memory at each step.
+    """
     most = 24 if tiles.LARGE else 12
     for tile, passes in enumerate(tiles.PASSES):
         registers = {0: 1, 1: 1 if tiles.LARGE else 2, 2: 2, 3: 1}[tile]
@@ -131,7 +137,7 @@ def test_tiles_of_rows_stay_in_their_vector_of_rows(rows: int) -> None:
 
 
 def test_bytes_of_a_block() -> None:
-    """DeepSeek-V3's: 69 KiB a token, 57 times less than expanded keys and values with one rotated key."""
+    """A block of DeepSeek-V3 has 69 KiB a token, 57 times less than expanded keys and values with one rotated key."""
     latents = LatentLayout(61, 512, 64)
     assert latents.bytes_per_block(64, torch.bfloat16) == 64 * 61 * 1152
     assert sum(page.nbytes for page in LatentLayout(3, 40, 6).allocate(7, 16, torch.float32)) == 8 * LatentLayout(

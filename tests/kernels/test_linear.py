@@ -1,4 +1,4 @@
-"""The linear layer: a row's bits are its own, whatever is multiplied beside it, wherever, and by how many threads."""
+"""A row of the linear layer has its own bits, whatever is multiplied beside it, wherever, and by how many threads."""
 
 import hashlib
 import os
@@ -53,7 +53,9 @@ def test_linear_is_near_the_float64_oracle(inputs: int, outputs: int) -> None:
 def test_gradients_are_near_float64_and_do_not_depend_on_threads(
     inputs: int, outputs: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By samebit's own kernels, without AVX-512 too, where torch's are asked, whose bits are its own affair."""
+    """samebit's own gradients are near float64 and the same by any number of threads. They are taken without AVX-512
+    too, where otherwise torch's products would be.
+    """
     monkeypatch.setattr(cpu_linear, "REGISTERS", 32)
     torch.manual_seed(inputs)
     x, weight = torch.randn(rows, 2 * inputs)[:, inputs:], torch.randn(outputs, inputs)  # a part of a wider matrix
@@ -68,7 +70,7 @@ def test_gradients_are_near_float64_and_do_not_depend_on_threads(
 @pytest.mark.usefixtures("nan_in_empty")
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (1, 40), (15, 16), (16, 17), (100, 129), (1030, 1040)])
 def test_a_matrix_is_turned_over(shape: tuple[int, int]) -> None:
-    """Of any size, a part of a wider one, and one that lies so already, which is not copied."""
+    """A matrix of any size is turned over, also a part of a wider one; one that lies so already is not copied."""
     matrix, wide = torch.randn(shape), torch.randn(shape[0], shape[1] + 3)[:, 2:-1]
     for number in THREADS:
         with threads(number):
@@ -82,7 +84,7 @@ def test_a_matrix_is_turned_over(shape: tuple[int, int]) -> None:
 def gradients(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, number: int, layer: Callable[..., torch.Tensor] = linear
 ) -> tuple[torch.Tensor, ...]:
-    """Those of x and weight."""
+    """Return the gradients of x and weight."""
     given = x.detach().requires_grad_(), weight.detach().requires_grad_()
     with threads(number):
         return torch.autograd.grad(layer(*given), given, grad)
@@ -185,7 +187,9 @@ def test_operands_may_lie_anywhere(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 7, 64])
 def test_rows_may_overlap(rows: int, dtype: torch.dtype) -> None:
-    """Those of an expanded tensor are one row, and a turned column's is as far from the next as its elements are."""
+    """Rows may overlap: those of an expanded tensor are one row, and a turned column's next row begins at the next
+    element.
+    """
     torch.manual_seed(rows)
     value, upstream = torch.randn(1, 1030).to(dtype), torch.randn(rows, 77).to(dtype)
     weight = torch.randn(77, 1030).to(dtype).requires_grad_()
@@ -214,7 +218,9 @@ def test_gradients_are_near_the_float64_oracle(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_plain_processor")
 def test_gradients_in_bfloat16_are_those_in_float32_where_there_are_no_instructions_for_it() -> None:
-    """torch multiplies bfloat16 too, which takes it up to a hundred times as long there."""
+    """Gradients in bfloat16 are those in float32, rounded, where the processor has no instructions for bfloat16: torch
+    takes up to a hundred times as long to multiply it there.
+    """
     torch.manual_seed(1)
     x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((7, 100), (129, 100), (7, 129)))
     found = gradients(x, weight, grad, 1)
@@ -308,7 +314,9 @@ def test_layers_of_one_input_have_the_bits_of_each_by_itself(inputs: int, output
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_through_layers_of_one_input_have_the_bits_of_calls_of_each(dtype: torch.dtype) -> None:
-    """Of one input, all weights and biases, and where only some of them are wanted."""
+    """Layers of one input in one call have the gradients of a call of each: of the input, of all weights and biases,
+    and where only some of them are wanted.
+    """
     torch.manual_seed(0)
     layers = [bound(100, width, bias=number != 1).to(dtype) for number, width in enumerate((129, 7, 33))]
     for frozen in ((), (0,), (0, 1, 2)):
@@ -328,7 +336,9 @@ def test_gradients_through_layers_of_one_input_have_the_bits_of_calls_of_each(dt
 
 
 def test_layers_of_one_input_are_called_when_they_do_more() -> None:
-    """Hooks, adapters in a layer's place, other dtypes; and when they are torch's."""
+    """Layers are called one by one where they do more: hooks, adapters in their place, other dtypes; and torch's own
+    too.
+    """
     torch.manual_seed(0)
     layers = [bound(20, width) for width in (30, 40)]
     x, heard = torch.randn(5, 20), []

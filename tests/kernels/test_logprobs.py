@@ -1,4 +1,4 @@
-"""Log-probabilities: near the oracle at any vocabulary, each row for itself, gradients, bad input."""
+"""Log-probabilities and gradients are near the oracle at any vocabulary, each row for itself; bad input is refused."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ OF_LOGITS = (logprobs_from_logits, lambda logits, _, temperatures: entropy_from_
 
 
 def rows(vocabulary: int, count: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, tokens and temperatures."""
+    """Draw logits, tokens and temperatures."""
     torch.manual_seed(vocabulary)
     return torch.randn(count, vocabulary) * 4, torch.randint(vocabulary, (count,)), torch.rand(count) + 0.5
 
@@ -84,7 +84,7 @@ def test_logits_in_bfloat16_are_read_as_if_widened(vocabulary: int, what: Callab
 
 @pytest.mark.parametrize("what", OF_LOGITS)
 def test_callers_may_write_to_a_result(what: Callable[..., torch.Tensor]) -> None:
-    """As who masks tokens of a prompt does; the gradient of what is left stays."""
+    """Callers may write to a result, as who masks tokens of a prompt does; the gradient of what is left stays."""
     logits, tokens, temperatures = rows(1009)
     mask = torch.arange(9) % 3 > 0
     one, other = leaves(logits, logits)
@@ -115,7 +115,9 @@ def test_entropy_of_ruled_out_tokens_and_flat_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_lowest_finite_logit_rules_out_like_minus_infinity(temperature: float, dtype: torch.dtype) -> None:
-    """Trainers mask unused tokens with it (`masked_fill`, the head's bias); at 0.5 it is divided to -inf."""
+    """A token with the lowest finite logit, by which trainers mask unused ones, is ruled out as by minus infinity,
+    which it is divided to at a temperature of 0.5.
+    """
     found = []
     for masked in (-torch.inf, torch.finfo(dtype).min):
         logits, _, _ = rows(1009, 3)

@@ -1,4 +1,4 @@
-"""What an adapter adds to a linear layer: near float64, and a row's own."""
+"""What an adapter adds to a linear layer is near float64, and a row's own."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def deltas(rank: int, dtype: torch.dtype) -> list[Delta]:
 
 
 def copies(bases: list[torch.Tensor], first: int = 0, last: int = ROWS) -> list[torch.Tensor]:
-    """Rows of them to give away."""
+    """Return rows of these matrices, to give away."""
     return [base[first:last].clone() for base in bases]
 
 

@@ -1,4 +1,4 @@
-"""Gradients of norms: as near the float64 oracle as torch's, and the same bits by any number of threads."""
+"""Gradients of norms are as near the float64 oracle as torch's, with the same bits by any number of threads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ EPS = 1e-6
 WIDTHS = (1, 7, 32, 100, 129, 1000)
 ROWS = (1, 2, 3, 7, 64, 700)
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
-"""The most that is between a number and the next one, relative to it."""
+"""Holds the most that is between a number and the next one, relative to it."""
 
 
 def gate_of(gate: torch.Tensor, options: GatedNormOptions) -> torch.Tensor:
@@ -28,7 +28,8 @@ def gate_of(gate: torch.Tensor, options: GatedNormOptions) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm, its oracle, and what torch computes it by; of ``rows`` inputs ``[T, W]`` and ``shared`` weights ``[W]``.
+    """Holds a norm, its oracle, and what torch computes it by; of ``rows`` inputs ``[T, W]``, ``shared`` weights
+    ``[W]``.
 
     `by_torch` is given float32.
     """
@@ -109,7 +110,9 @@ MIXED = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torc
 def test_gradients_are_as_near_the_oracle_as_those_of_torch(
     name: str, dtype: torch.dtype, of_weights: torch.dtype
 ) -> None:
-    """Within 1.1 times torch's error and a unit in the last place; torch computes in float32 and rounds once."""
+    """Gradients are within 1.1 times torch's error and a unit in the last place; torch computes in float32 and rounds
+    once.
+    """
     norm = NORMS[name]
     for width in (32, 100, 129, 1000):
         for rows in ROWS:
@@ -123,7 +126,9 @@ def test_gradients_are_as_near_the_oracle_as_those_of_torch(
 
 @pytest.mark.parametrize("name", NORMS)
 def test_weights_of_many_rows_get_gradients_no_less_exact_than_torchs_sum(name: str) -> None:
-    """Of rows that have a mean, and of such as cancel each other."""
+    """Gradients of a weight of many rows are no less exact than torch's sum, where rows have a mean and where they
+    cancel each other.
+    """
     norm = NORMS[name]
     for rows, width, mean in ((12288, 32, 0.0), (12288, 32, 1.0), (50_000, 16, 1.0)):
         *given, upstream = inputs(norm, rows, width, torch.float32, torch.float32)
@@ -139,7 +144,9 @@ def test_weights_of_many_rows_get_gradients_no_less_exact_than_torchs_sum(name: 
 def test_gradients_have_the_same_bits_by_any_number_of_threads(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than there are processors too, and for the smallest work."""
+    """Gradients have the same bits by one to three threads, more than there are processors too, and for the smallest
+    work.
+    """
     norm = NORMS[name]
     monkeypatch.setattr(jit, "_PARALLEL_WORK", 0)
     for width in WIDTHS:
@@ -156,7 +163,9 @@ def test_gradients_have_the_same_bits_by_any_number_of_threads(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NORMS)
 def test_a_rows_gradient_has_the_same_bits_in_every_call(name: str, dtype: torch.dtype) -> None:
-    """Also where the gradient of the result is a part of something wider, or one number for all."""
+    """A row's gradient has the same bits in every call, also where the result's gradient is a part of something wider,
+    or one number for all.
+    """
     norm = NORMS[name]
     for width in WIDTHS:
         given = inputs(norm, 700, width, dtype, torch.float32)
@@ -176,7 +185,7 @@ def test_a_rows_gradient_has_the_same_bits_in_every_call(name: str, dtype: torch
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 def test_rows_of_any_shape(name: str) -> None:
-    """A single one, none, and rows of several dimensions that lie apart."""
+    """Rows may be a single one, none, or of several dimensions that lie apart."""
     norm = NORMS[name]
     x, *others = inputs(norm, 12, 20, torch.float32, torch.float32)
     *weights, upstream = others
@@ -214,7 +223,9 @@ def test_frozen_parts_get_no_gradient_and_change_no_other(name: str) -> None:
 
 @pytest.mark.parametrize("options", [GatedNormOptions(EPS, 4, True), GatedNormOptions(EPS, 4, False, True)])
 def test_groups_of_a_gated_norm_are_rows_by_themselves(options: GatedNormOptions) -> None:
-    """With a weight that all groups share, whose gradient is that of all."""
+    """Each group of a gated norm is a row by itself, and a weight that all groups share gets the sum of their
+    gradients.
+    """
     torch.manual_seed(0)
     x, gate, weight, upstream = torch.randn(21, 100), torch.randn(21, 100), torch.randn(25), torch.randn(21, 100)
     norm = gated(options)

@@ -1,4 +1,4 @@
-"""The scalar functions of the CPU kernels."""
+"""The scalar functions of the CPU kernels are near the true values."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def _narrow(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def evaluate(x: np.ndarray) -> np.ndarray:
-    """``[3, len(x)]``: exp, tanh, sigmoid."""
+    """Return exp, tanh and sigmoid of x, ``[3, len(x)]``."""
     out = np.empty((3, len(x)), np.float32)
     _all(x, *out)
     return out

@@ -1,4 +1,4 @@
-"""What kernels are made of: parts that are compiled within them."""
+"""Kernels are made of parts that are compiled within them."""
 
 import json
 import shutil
@@ -147,7 +147,9 @@ def test_a_part_is_compiled_once_for_a_variable_that_begins_as_a_constant() -> N
 
 
 def test_a_kernel_shows_other_kernels_nothing_of_what_it_is_made_of(tmp_path: Path) -> None:
-    """What is weak in object code is replaced by what has its name in a kernel loaded before."""
+    """A kernel shows other kernels nothing of what it is made of: what is weak in object code is replaced by what has
+    its name in a kernel loaded before.
+    """
     spec = spec_from_file_location("closures", shutil.copy(CLOSURES, tmp_path))
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Kernels take addresses: what would lead them out of their memory is refused before they start, with both numbers."""
+"""What would lead a kernel out of its memory, as it takes addresses, is refused before it starts, with both numbers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,7 +61,7 @@ def with_states(slots: int, slot: int = 0) -> ForwardContext:
 
 
 def laid_out(*lengths: int, context: ForwardContext = CONTEXT) -> ForwardContext:
-    """Sequences of these lengths, each from row 0 on."""
+    """Return a layout with sequences of these lengths, each from row 0 on."""
     nothing = np.zeros(len(lengths), np.int32)
     return replace(context, row_start=nothing, lengths=np.array(lengths, np.int32), starts=nothing, table_rows=nothing)
 
@@ -86,7 +86,7 @@ def reduced(**parts: torch.Tensor) -> torch.Tensor:
 
 
 def freed(*shape: int) -> torch.Tensor:
-    """As FSDP and offloading leave a parameter."""
+    """Return a parameter as FSDP and offloading leave it."""
     tensor = torch.ones(*shape)
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -1,4 +1,4 @@
-"""The router: every row its own experts, the lowest among equals, whatever is routed beside it."""
+"""The router gives every row its own experts, the lowest among equals, whatever is routed beside it."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ CORRECTED = [
 
 
 def layer(rows: int, width: int, experts: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """x, the router's weight and bias, the correction."""
+    """Draw x, the router's weight and bias, the correction."""
     torch.manual_seed(width)
     x, weight, bias = torch.randn(rows, width), torch.randn(experts, width) / width**0.5 * 2, torch.randn(experts)
     return *(part.to(dtype) for part in (x, weight, bias)), torch.randn(experts) / 4
@@ -88,7 +88,7 @@ def test_a_row_is_routed_alike_in_every_call(name: str, dtype: torch.dtype) -> N
 
 
 def route_logits(logits: torch.Tensor, correction: torch.Tensor | None, options: RoutingOptions) -> torch.Tensor:
-    """The weights of given logits: a router whose weight is the identity."""
+    """Return the weights of given logits, by a router whose weight is the identity."""
     return route(logits, torch.eye(logits.shape[1]), None, correction, options).weights
 
 
@@ -120,7 +120,9 @@ def test_the_lowest_expert_comes_first_among_equals(experts: int) -> None:
 
 
 def test_weights_of_scores_that_are_next_to_nothing_are_divided_by_more_than_nothing() -> None:
-    """DeepSeek-V3's 1e-20: without it, scores of 1e-35 had weights that add up to one."""
+    """Weights of tiny scores are divided by at least 1e-20, as DeepSeek-V3's are: without it scores of 1e-35 had
+    weights that add up to one.
+    """
     weight = torch.tensor([-80.0, -81.0, -200.0])[:, None]
     options = replace(ROUTERS["sigmoid"], top_k=2, normalised=True, scale=1.0, groups=1, kept_groups=1)
     found = route(torch.ones(1, 1), weight, None, torch.zeros(3), options)

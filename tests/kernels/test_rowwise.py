@@ -1,4 +1,4 @@
-"""Linear, norms, activations and rotary: near the oracle, their gradients too, and each row for itself."""
+"""Linear, norms, activations and rotary are near the oracle, their gradients too, and each row stands for itself."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Op:
-    """`rows`: inputs that have one row a token; `shared`: weights that all rows use."""
+    """Holds an operation. `rows`: inputs that have one row a token; `shared`: weights that all rows use."""
 
     rows: Callable[[int, int], list[torch.Tensor]]
     shared: Callable[[int], list[torch.Tensor]]
@@ -198,7 +198,9 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
 def test_what_is_rotated_behind_another_part_has_the_bits_of_rotate(
     heads: int, width: int, size: int, neighbours: bool, dtype: torch.dtype
 ) -> None:
-    """Parts of wider rows and of fewer rows; with gradients it is made of other operations."""
+    """What is rotated behind another part has the bits of `rotate`, for parts of wider rows and of fewer rows; with
+    gradients it is made of other operations.
+    """
     torch.manual_seed(width)
     x, wide = torch.randn(130, heads, width).to(dtype), torch.randn(130, heads, size + 5).to(dtype)
     y = wide[..., 3 : 3 + size]
@@ -239,7 +241,9 @@ def test_narrow_linear_bits_do_not_depend_on_the_address_of_the_rows(width: int,
 
 @pytest.mark.parametrize("angles", [1, 10, 32])
 def test_angles_that_a_rollout_looks_up_have_the_bits_of_those_computed(angles: int) -> None:
-    """Kept for as many positions as a call has needed, and computed beyond a number."""
+    """Angles that a rollout looks up have the bits of those computed: they are kept for as many positions as a call has
+    needed, and computed beyond a number.
+    """
     facts = RotaryFacts({"": 10000.0 ** (-torch.arange(angles) / angles)}, {"": 1.25})
     for length in (1, 3, 65, 64, 1088, KNOWN_POSITIONS):
         context = replace(training_context((1, length), None, None), pages=(torch.empty(0),))

@@ -1,4 +1,4 @@
-"""Random numbers, draws and filters."""
+"""Random numbers, draws and filters are right."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ ONES = 0xFFFFFFFF
 
 
 def counters(count: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and counters of ``count`` positions."""
+    """Return keys and counters of ``count`` positions."""
     numbers = np.zeros((count, 4), np.uint32)
     numbers[:, 0] = np.arange(count)
     return np.tile(np.array([[stream, 7]], np.uint32), (count, 1)), numbers
@@ -47,7 +47,7 @@ def drawn_uniforms(count: int, stream: int = 0) -> torch.Tensor:
     ],
 )
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: str) -> None:
-    """The vectors of the Random123 distribution."""
+    """Philox gives the vectors that its distribution, Random123, gives."""
     words = np.empty((1, 4), np.uint32)
     philox.blocks(4, np.array([counter], np.uint32), np.array([key], np.uint32), words, np.empty(1))
     assert " ".join(f"{word:08x}" for word in words[0]) == expected
@@ -70,7 +70,7 @@ def test_uniforms_are_53_bits_of_their_counter_alone() -> None:
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Standard deviations above the mean of its distribution; tokens expected under 5 times are one class."""
+    """Return standard deviations above the mean of its distribution; tokens expected under 5 times are one class."""
     expected = counts.sum() * probabilities
     rare = expected < 5
     seen = np.append(counts[~rare], counts[rare].sum())

@@ -1,4 +1,4 @@
-"""The head with its log-probabilities: the bits of whole logits, gradients near the oracle, a bound on memory."""
+"""The head with its log-probabilities has the bits of whole logits, exact gradients, and a bound on its memory."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def scoring(with_entropy: bool = True) -> Scoring:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of logits of each product that is made."""
+    """List the number of logits of each product that is made."""
     sizes: list[int] = []
 
     def counted(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -100,7 +100,7 @@ def test_gradients_are_near_the_oracle(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_are_no_less_accurate_than_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of the hidden states is a sum over parts: against the oracle it is as good as one product."""
+    """The gradient of the hidden states, a sum over parts, is as near the oracle as that of one product."""
     tensors = inputs(dtype)
     asked, upstream = scoring(with_entropy=False), torch.randn(ROWS)
     (exact, *rest) = leaves(*(tensor.double() for tensor in tensors))

@@ -1,4 +1,4 @@
-"""How a kernel's items are shared out among threads."""
+"""A kernel's items are shared out among threads."""
 
 import os
 import threading
@@ -27,7 +27,9 @@ def test_an_item_that_raises_is_known_to_the_caller() -> None:
 
 
 def test_a_forked_child_computes_what_takes_one_thread() -> None:
-    """OpenMP ends a forked child that starts its threads: one thread, or one item, is a loop of the caller."""
+    """A forked child computes what takes one thread, or has one item, in a loop of the caller: OpenMP ends a forked
+    child that starts its threads.
+    """
     kernel(2, 8, 1.0, np.zeros(8), -1)
     child = os.fork()
     if child == 0:
@@ -43,7 +45,9 @@ def test_a_forked_child_computes_what_takes_one_thread() -> None:
 
 
 def test_a_kernel_of_few_items_ends_no_threads() -> None:
-    """libgomp ends the threads that a smaller team leaves over: the next kernel would start them again."""
+    """A kernel of few items ends no threads: libgomp ends those that a smaller team leaves over, and the next kernel
+    would start them again.
+    """
     started: list[set[str]] = []
 
     def compute() -> None:

@@ -1,4 +1,4 @@
-"""On the CPU a row of a decode step has the same bits alone and beside sequences that read the same blocks."""
+"""A row of a decode step has the same bits on the CPU alone and beside sequences that read the same blocks."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ SHAPES = (
     Shape(4, 2, 64, window=100),
 )
 COMMON = (0, 256, 280, 130, 190, 64, 64)
-"""Tokens that each sequence has in common with the one before it."""
+"""Lists how many tokens each sequence has in common with the one before it."""
 STARTS = (330, 300, 300, 200, 193, 129, 70)
 
 

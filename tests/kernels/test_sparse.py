@@ -1,4 +1,6 @@
-"""Sparse attention over latents: what is chosen, ties, equal bits by any route, the dense form, gradients, refusals."""
+"""Sparse attention over latents chooses rightly, ties too, with equal bits by any route, the dense form's and
+gradients; what it can not do is refused.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,9 @@ LAYERS = (
     Sparse(Shape(5, 33, 7), 3, 7, 1),
     Sparse(Shape(34, 17, 2), 65, 20, 100),
 )
-"""Of 1 token, of one chunk and a piece, of two; index sizes that fill no vector, and more heads than are a tile."""
+"""Lists layers that choose 1 token, one chunk and a piece, and two; with index sizes that fill no vector, and more
+heads than are a tile.
+"""
 
 
 def positions_of(lengths: tuple[int, ...]) -> np.ndarray:
@@ -62,7 +66,9 @@ def test_rows_with_no_more_tokens_than_are_chosen_have_the_bits_of_the_dense_for
 
 
 def test_scores_have_the_bits_of_any_batch() -> None:
-    """Of real numbers, where the order of sums decides: the choice by any route is that of the training call."""
+    """The choice by any route is that of the training call, for scores of real numbers, where the order of sums
+    decides.
+    """
     layer = LAYERS[0]
     given = inputs(layer, torch.float32, sum(LENGTHS))
     torch.manual_seed(1)
@@ -77,7 +83,9 @@ def test_scores_have_the_bits_of_any_batch() -> None:
 
 
 def test_equal_scores_take_the_lowest_positions() -> None:
-    """Also those that are 0 because no head is positive, and a 0 that is negative."""
+    """Among equal scores the lowest positions are taken, also of those that are 0 because no head is positive, or
+    negative 0.
+    """
     layer = Sparse(Shape(4, 48, 16), 1, 1, 8)
     rows = 300
     keys = torch.full((rows, 1), -1.0)
@@ -136,7 +144,7 @@ def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(layer: Spa
 
 
 def test_bytes_of_a_block() -> None:
-    """DeepSeek-V3.2's: 1,408 bytes a token and layer, 256 of them index keys; shared layers have none."""
+    """A block of DeepSeek-V3.2 has 1,408 bytes a token and layer, 256 of them index keys; shared layers have none."""
     layout = SparseLayout(512, 64, 128, (True,) * 61)
     assert layout.bytes_per_block(64, torch.bfloat16) == 64 * 61 * (1152 + 256)
     assert layout.num_layers == LatentLayout(61, 512, 64).num_layers

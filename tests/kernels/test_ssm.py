@@ -1,4 +1,6 @@
-"""The convolution and the scan of Mamba2: near the oracle, the same bits by any route through the states, gradients."""
+"""The convolution and the scan of Mamba2 are near the oracle, with the same bits by any route through the states,
+gradients too.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -45,7 +47,9 @@ def test_every_route_through_the_states_gives_the_training_bits(case: Case, dtyp
 
 
 def test_heads_that_forget_fast() -> None:
-    """By e**-1 to e**-90 a token: what is left of a token passes through all sizes that a float32 can have."""
+    """Heads that forget fast, by e**-1 to e**-90 a token, stay near the oracle: what is left of a token passes through
+    all sizes that a float32 can have.
+    """
     for case in CASES:
         layer = layer_of(case, torch.float32, LENGTHS)
         layer = replace(layer, decay_rate=-torch.logspace(0, 2, case.shape.heads), dt_bias=layer.dt_bias + 2)
@@ -57,7 +61,9 @@ def test_heads_that_forget_fast() -> None:
 
 @pytest.mark.parametrize("place", [3, 16, 40])
 def test_what_has_decayed_to_next_to_nothing_is_nothing(place: int) -> None:
-    """Products of it would be subnormal, which some processors compute many times slower: outputs and gradients."""
+    """What has decayed to next to nothing counts as nothing, in outputs and gradients: products of it would be
+    subnormal, which some processors compute many times slower.
+    """
     case, tokens = CASES[0], 80
     xbc = torch.randn(tokens, case.shape.conv_width)
     xbc[place:, : case.shape.inner] = 0.0
@@ -136,7 +142,9 @@ def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (1, 1), (3,), (2, 1, 1)], ids=str)
 def test_gradients_of_fewer_tokens_than_taps(lengths: tuple[int, ...]) -> None:
-    """What cancels out is a larger part of such short sums."""
+    """Gradients of fewer tokens than taps are near the oracle, though what cancels out is a larger part of such short
+    sums.
+    """
     check_gradients(CASES[0], torch.float32, lengths, 32)
 
 

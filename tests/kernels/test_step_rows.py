@@ -1,4 +1,4 @@
-"""The one pass that lays out a step, beside the properties of a context that say the same one by one."""
+"""The one pass that lays out a step gives what the properties of a context say one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teams of threads: `kernels/team`."""
+"""Teams of threads (`kernels/team`) compute what they should, and where they should."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=int(sys.argv[1]), m
 
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
-    """Numba takes the threads of a thread's last kernel for its wish."""
+    """Put the number of threads back: Numba takes the threads of a thread's last kernel for its wish."""
     before = numba.get_num_threads()
     yield
     numba.set_num_threads(before)
@@ -159,7 +159,7 @@ def test_an_item_that_raises_in_a_team_is_known_to_the_caller() -> None:
 
 
 def test_a_team_is_of_the_thread_that_makes_it() -> None:
-    """Two threads with a team each, and one without, compute at the same time."""
+    """A team is of the thread that makes it: two threads with a team each compute beside one without."""
     right: list[bool] = []
     before = compute_threads()
 
@@ -211,7 +211,7 @@ def one_core_each(processor: int) -> frozenset[int]:
 
 
 def two_in_a_core(processor: int) -> frozenset[int]:
-    """Processors n and n + 4 share a core."""
+    """Return the processors of a core, which n and n + 4 share."""
     return frozenset((processor % 4, processor % 4 + 4))
 
 
@@ -251,7 +251,9 @@ def test_which_processors_share_a_core_is_read_where_the_system_says_it() -> Non
 @pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_workers_are_bound_while_a_rollout_worker_generates_and_not_afterwards(fewer: int) -> None:
-    """Neither the generation thread is nor the caller's; nor any with fewer threads than processors and than cores."""
+    """Workers are bound to processors only while a rollout worker generates. Neither the generation thread is nor the
+    caller's; nor any with fewer threads than processors and than cores.
+    """
     threads = len(PROCESSORS) - fewer
     done = subprocess.run(
         [sys.executable, "-c", WHILE_IT_GENERATES, str(threads), str(MODELS)],
