@@ -84,7 +84,7 @@ CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that there is not. `room`: bytes of shared memory that a program may have."""
+    """Stands for a GPU that there is not. `room`: bytes of shared memory that a program may have."""
 
     capability: int
     room: int
@@ -97,11 +97,11 @@ CARDS = {
     "sm_100": Card(90, 227 * 1024),  # compiled as for an H100
     "default": Card(86, 99 * 1024),
 }
-"""One for each section of the file of tiles."""
+"""Holds a card for each section of the file of tiles."""
 
 
 class Driver:
-    """What Triton asks a driver for before it compiles."""
+    """Answers what Triton asks a driver for before it compiles."""
 
     card = CARDS["sm_90"]
 
@@ -117,7 +117,9 @@ class Driver:
 
 WRITES = ("U", "S2UR", "R2UR", "CS2UR", "VOTEU", "REDUX", "LDCU")
 READS_ALONE = ("UISETP", "UPLOP")
-"""Instructions of uniform registers: what begins so has one as its target, but for those that set predicates."""
+"""Lists how instructions of uniform registers begin: they have one as their target, but for those that
+set predicates.
+"""
 
 LOOPS = ("_attend_items", "_of_queries", "_of_keys")
 compiled: dict[int, dict[str, Any]] = {}
@@ -146,7 +148,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
 
 
 def sums_of(ttgir: str) -> list[str]:
-    """Each kind of tile that is summed: its shape, and how its elements are spread over threads."""
+    """Describe each kind of tile that is summed: its shape, and how its elements are spread over threads."""
     layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*?>)", ttgir))
     tiles = re.findall(r"\(tensor<(\S+), (#blocked\d*)>\) -> tensor<\S+, #ttg\.slice", ttgir)
     return sorted({f"{shape} {layouts[name]}" for shape, name in tiles})
@@ -160,8 +162,9 @@ def stack_of(cubin: bytes) -> int:
 
 
 def never_written(code: str) -> list[str]:
-    """The instructions that read a uniform register before any wrote it: ptxas 12.8 loses the lower half of descriptors
-    of shared memory that two products of tensor cores read in turn, one with another swizzle."""
+    """Return the instructions that read a uniform register before any wrote it: ptxas 12.8 loses the lower half of
+    descriptors of shared memory that two products of tensor cores read in turn, one with another swizzle.
+    """
     written: set[int] = set()
     found = []
     for instruction in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", code):
@@ -188,7 +191,7 @@ def never_written(code: str) -> list[str]:
 
 
 def longest_loop(code: str) -> int:
-    """The instructions from the target of a jump back to the jump, of loops that hold no other."""
+    """Count the instructions from the target of a jump back to the jump, of loops that hold no other."""
     numbered = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)
     at = {int(address, 16): number for number, (address, _) in enumerate(numbered)}
     jumps = ((number, re.search(r"BRA.* 0x([0-9a-f]+)$", code.strip())) for number, (_, code) in enumerate(numbered))
@@ -245,7 +248,7 @@ def attentions() -> None:
 
 
 def shared_prefix(count: int, layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> ForwardContext:
-    """The next token of sequences that begin with the same blocks."""
+    """Compile attention of the next token of sequences that begin with the same blocks."""
     sequences = np.arange(count, dtype=np.int32)
     return ForwardContext(
         positions=torch.zeros(count, dtype=torch.int64),
@@ -260,7 +263,7 @@ def shared_prefix(count: int, layout: PageLayout, dtype: torch.dtype = torch.bfl
 
 
 def latents() -> None:
-    """Of DeepSeek-V2-Lite. Under `make soak` DeepSeek-V3 and GLM-4.7-Flash, and float32."""
+    """Compile the sizes of DeepSeek-V2-Lite; under `make soak` those of DeepSeek-V3 and GLM-4.7-Flash, and float32."""
     few = ((torch.bfloat16, 16, 512, 64, 128, 128),)
     more = (
         (torch.bfloat16, 128, 512, 64, 128, 128), (torch.bfloat16, 20, 512, 64, 192, 256),
@@ -286,7 +289,7 @@ def latents() -> None:
 
 
 def sparse() -> None:
-    """Of DeepSeek-V3.2, index and attention. Under `make soak` sizes that fill no tile, in float32."""
+    """Compile index and attention of DeepSeek-V3.2; under `make soak` sizes that fill no tile, in float32."""
     few = ((torch.bfloat16, 128, 512, 64, 64, 128, 20),)
     more = ((torch.float32, 5, 33, 7, 3, 7, 5),)
     for dtype, heads, rank, rope, index_heads, size, top_k in few + more if every_shape() else few:
@@ -398,7 +401,7 @@ def delta_gradients() -> None:
 
 
 def wide_delta_gradients() -> None:
-    """Of heads that no model has yet: their state does not fit into registers."""
+    """Compile gradients of heads that no model has yet: their state does not fit into registers."""
     differentiate_rules(((torch.bfloat16, 2, 4, 256, 256),))
 
 
@@ -413,7 +416,7 @@ def differentiate_rules(rules: Sequence[tuple[torch.dtype, int, int, int, int]])
 
 
 def configurations() -> None:
-    """Under `make soak` all in tiles.json, whatever GPU they are for."""
+    """Compile all tiles of tiles.json under `make soak`, whatever GPU they are for; otherwise those for an H100."""
     every = tiles.families()
     for name in every if CAMPAIGN else ("sm_90",):
         family = every[name]
@@ -437,7 +440,7 @@ def take_tiles_of(name: str) -> None:
 
 
 def products(entry: MatmulEntry) -> None:
-    """Forward and gradients of a layer with these tiles."""
+    """Compile forward and gradients of a layer with these tiles."""
     dtype = tiles.DTYPES[entry.dtypes[0]]
     x, weight, grad = (torch.zeros(shape, dtype=dtype) for shape in ((7, 1024), (512, 1024), (7, 512)))
     multiply(x, weight.t(), None, entry.tile)
@@ -448,14 +451,14 @@ def products(entry: MatmulEntry) -> None:
 
 
 def large_layers() -> None:
-    """Of Qwen3-8B, forward and gradients; and depths that are no multiple of a tile's."""
+    """Compile forward and gradients of Qwen3-8B's layers; and depths that are no multiple of a tile's."""
     for inputs, outputs in ((4096, 4096), (12288, 4096), (200, 512)):
         both_ways(linear, (7, inputs), (outputs, inputs))
     both_ways(lambda gate, up: gated("silu", gate, up), (7, 12288), (7, 12288))
 
 
 def joined_layers() -> None:
-    """Queries, keys and values of Qwen3-8B, its gate and up: with every tile, each time a layer alone and all of them.
+    """Compile queries, keys and values of Qwen3-8B, its gate and up: with every tile, a layer alone and all of them.
 
     Under `make soak` with the biases of Qwen2 too, and layers that fill no tile.
     """
@@ -472,7 +475,7 @@ def joined_layers() -> None:
 
 
 def gated_layers() -> None:
-    """Gate and up of Qwen3-8B: with each of their tiles, without their activation and with it.
+    """Compile gate and up of Qwen3-8B: with each of their tiles, without their activation and with it.
 
     Under `make soak` with all tiles for an H100, with biases, in float16 and float32; then with another activation.
     """
@@ -499,7 +502,9 @@ def gate_and_up(dtype: torch.dtype, biased: bool, activation: str, *, alone: boo
 
 
 def heads_of_rollouts() -> None:
-    """Norms, rotation and pages in one launch, then a launch each: of Qwen3-8B, Gemma-3, Llama; and an odd size."""
+    """Compile norms, rotation and pages in one launch, then a launch each: of Qwen3-8B, Gemma-3, Llama; and an odd
+    size.
+    """
     for heads, kv_heads, size, angles, normed, dtype in (
         (32, 8, 128, 64, True, torch.bfloat16), (8, 4, 256, 128, True, torch.bfloat16),
         (32, 8, 128, 64, False, torch.bfloat16), (6, 3, 50, 20, True, torch.float32),
@@ -513,7 +518,7 @@ def heads_of_rollouts() -> None:
 
 
 def norms_of_sums() -> None:
-    """Each with the norm alone: of Qwen3-8B, of an odd width, and of a wide model in float32."""
+    """Compile a sum with its norm, then the norm alone: of Qwen3-8B, of an odd width, of a wide model in float32."""
     for width, dtype in ((4096, torch.bfloat16), (1000, torch.bfloat16), (8192, torch.float32)):
         x, weight = torch.zeros(7, width, dtype=dtype), torch.zeros(width, dtype=dtype)
         added(x, x, torch.empty_like(x), weight, 1e-6, 0.0)
@@ -521,7 +526,7 @@ def norms_of_sums() -> None:
 
 
 def narrow_logits() -> None:
-    """The same numbers in two dtypes: a chunk has to be summed in the same order."""
+    """Compile the same numbers of logits in two dtypes: a chunk has to be summed in the same order."""
     tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
     for vocab in (151936, 5002):
         for dtype in (torch.float32, torch.bfloat16):
@@ -539,12 +544,12 @@ def routers() -> None:
 
 
 def qwen_experts() -> None:
-    """Of Qwen3-30B-A3B, with the tile for few rows an expert and that for many."""
+    """Compile the experts of Qwen3-30B-A3B, with the tile for few rows an expert and that for many."""
     expert_layer(ExpertOptions("silu", "gated"), 2048, 768, 128, 8, torch.bfloat16)
 
 
 def other_experts() -> None:
-    """Of gpt-oss-20b: transposed, with biases. Under `make soak` Nemotron's kind, and float32."""
+    """Compile the experts of gpt-oss-20b: transposed, with biases. Under `make soak` Nemotron's kind, and float32."""
     interleaved = ExpertOptions("silu", "interleaved", True, 7.0, 1.702)
     expert_layer(interleaved, 2880, 2880, 32, 4, torch.bfloat16, biased=True)
     if CAMPAIGN:
@@ -556,7 +561,9 @@ def other_experts() -> None:
 def expert_layer(
     options: ExpertOptions, width: int, inner: int, number: int, top_k: int, dtype: torch.dtype, *, biased: bool = False
 ) -> None:
-    """Forward with few rows an expert; forward and gradients with many. Nothing is read or written of the weights."""
+    """Compute forward with few rows an expert; forward and gradients with many. Nothing of the weights is read or
+    written.
+    """
     first = inner if options.form == "plain" else 2 * inner
     up, down = (width, first), (inner, width)
     shapes = [(number, *(size if options.transposed else size[::-1])) for size in (up, down)]
@@ -570,12 +577,12 @@ def expert_layer(
 
 
 def every_shape() -> bool:
-    """Under `make soak` an H100 has all of them, another GPU a few."""
+    """Tell whether all shapes are compiled: under `make soak` for an H100; another GPU has a few."""
     return CAMPAIGN and Driver.card.capability == 90
 
 
 def smaller_cards() -> None:
-    """Under `make soak` kernels whose tiles are not in the file, for an A100 and an RTX 4090."""
+    """Compile kernels whose tiles are not in the file for an A100 and an RTX 4090, under `make soak`."""
     for name in ("sm_80", "sm_89") if CAMPAIGN else ():
         take_tiles_of(name)
         for part in (latents, sparse, mamba, mamba_gradients, delta, delta_gradients):

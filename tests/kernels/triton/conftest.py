@@ -1,4 +1,4 @@
-"""The Triton kernels: on a GPU where there is one, else in Triton's interpreter on the CPU.
+"""Run the Triton kernels on a GPU where there is one, else in Triton's interpreter on the CPU.
 
 The interpreter shows accuracy, masks and poison. It shows nothing about the bits of a
 GPU. Equal bits in it mean equal tiles and an equal order of sums: in these tests its matrix
@@ -36,7 +36,7 @@ if not torch.cuda.is_available() and not knobs.runtime.interpret:
 
 @numba.njit("void(float32[:, :], float32[:, :], float32[:, ::1])", cache=True)
 def _add_product(a: Any, b: Any, acc: Any) -> None:
-    """One chain over the depth for each element: vectors run along a row, so they change no order."""
+    """Add one chain over the depth for each element: vectors run along a row, so they change no order."""
     for row in range(acc.shape[0]):
         for depth in range(a.shape[1]):
             for output in range(acc.shape[1]):
@@ -75,7 +75,7 @@ def _spared_work() -> Iterator[None]:
 _ROWS: list[tuple[Any, str, Any]] = [
     (proved_equal, "_ROWS", 9), (proved_equal, "_COUNTS", (1,)), (heads, "_TOKENS", 3), (norm, "_COMPARED", 3),
 ]  # fmt: skip
-"""Where it says how many rows are compared, and how many are enough to see that both ways run and agree."""
+"""Holds where it stands how many rows are compared, and how many are enough to see that both ways run and agree."""
 
 _ALL_ROWS = [(holder, name, getattr(holder, name)) for holder, name, _ in _ROWS]
 
@@ -103,7 +103,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _poison() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN. (On CUDA it complains about some operations.)"""
+    """Let torch fill what `torch.empty` returns with NaN. (On CUDA it complains about some operations.)"""
     torch.use_deterministic_algorithms(True, warn_only=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")

@@ -1,4 +1,4 @@
-"""Shared by the tests of the Triton kernels."""
+"""Share what the tests of the Triton kernels need."""
 
 from collections.abc import Sequence
 from itertools import cycle, product
@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 EVERY = CAMPAIGN or DEVICE == "cuda"
-"""Whether all cases run at all sizes: those of a GPU take no time."""
+"""Says whether all cases run at all sizes: those of a GPU take no time."""
 
 
 def few(cases: Sequence[Any], count: int = 1) -> list[Any]:
@@ -26,7 +26,7 @@ def all_in_turns(first: Sequence[Any], second: Sequence[Any], third: Sequence[An
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` on the device as a part of a tensor that is NaN around it, before its first and after its last row."""
+    """Return ``x`` on the device as a part of a tensor that is NaN before its first and after its last row."""
     whole = x.new_full((len(x) + 6, *x.shape[1:]), torch.nan).to(DEVICE)
     whole[3:-3] = x.to(DEVICE)
     return whole[3:-3]

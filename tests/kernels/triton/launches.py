@@ -1,4 +1,4 @@
-"""Which kernels run while something is computed: those of Triton by their names, torch's by those of the operations."""
+"""Tell which kernels run while something is computed: those of Triton by name, torch's by the operation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class _Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.inside = False
-        """Whether a kernel of Triton runs: its interpreter uses torch."""
+        """Says whether a kernel of Triton runs: its interpreter uses torch."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)

@@ -136,7 +136,7 @@ def unwrap_what_is_wrapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def see_equals_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Of dtypes that are one object, and of tensors whose shapes are: `describe_shapes_once` makes them so."""
+    """Call dtypes equal that are one object, and tensors whose shapes are: `describe_shapes_once` makes them so."""
     equal, broadcast, cast = core.dtype.__eq__, TritonSemantic.broadcast_impl_value, TritonSemantic.cast
 
     def broadcast_others(self: TritonSemantic, one: Any, other: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Paged attention in Triton: near the float64 oracle by several routes through the pages, and its gradients."""
+"""Paged attention in Triton and its gradients are near the float64 oracle by several routes through the pages."""
 
 import pytest
 import torch

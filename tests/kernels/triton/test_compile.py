@@ -22,19 +22,21 @@ from ...campaign import CAMPAIGN
 from .compile_kernels import never_written
 
 TOO_LARGE = {(86, "_of_queries"), (86, "_of_keys"), (89, "_of_queries"), (89, "_of_keys"), (80, "_of_keys")}
-"""Which GPU does not hold which kernel: all are gradients of attention, of float32 heads of 256 elements."""
+"""Says which GPU does not hold which kernel: all are gradients of attention, of float32 heads of 256 elements."""
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 LOOP = 560
-"""Instructions of attention for a tile of 64 keys, at 64 rows and heads of 128."""
+"""Limits the instructions of attention for a tile of 64 keys, at 64 rows and heads of 128."""
 
 STACK = 512
-"""Bytes of a thread that a scan or delta rule may keep outside of registers: its state must not be among them."""
+"""Limits the bytes of a thread that a scan or delta rule keeps outside of registers: its state must not
+be among them.
+"""
 
 
 def compiled(*parts: str) -> list[dict[str, Any]]:
-    """What compile_kernels.py found of its parts, of all if none is named."""
+    """Return what compile_kernels.py found of these parts, or of all if none is named."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), str(SCRIPT), *parts]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -55,7 +57,7 @@ def few() -> Few:
 
 
 def test_routers_compile_for_an_h100(few: Few) -> None:
-    """So that `make test` knows of a compiler that does not."""
+    """Routers compile for an H100: `make test` has to see it where a compiler does not."""
     kernels = few("routers")
     assert kernels
     assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > kernel["room"]] == []
@@ -85,14 +87,18 @@ def test_a_register_that_none_wrote_is_seen(instruction: str, lost: bool) -> Non
 
 
 def test_no_kernel_reads_a_register_that_none_wrote(few: Few) -> None:
-    """As ptxas 12.8 makes it of two products of tensor cores without a loop between them, of small states."""
+    """No kernel reads a register that none wrote, as ptxas 12.8 makes it do with two products of tensor cores without a
+    loop between them, of small states.
+    """
     kernels = [kernel for part in ("small_states", "joined_layers", "gated_layers") for kernel in few(part)]
     assert {"_of_head", "_multiply_layers", "_multiply_gated"} <= {kernel["name"] for kernel in kernels}
     assert [kernel for kernel in kernels if kernel["never written"]] == []
 
 
 def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does(few: Few) -> None:
-    """One loop for all of them: as many instructions of tensor cores, as many copies, no more stack."""
+    """Layers that share a launch have one loop for all of them: as many instructions of tensor cores and copies as a
+    layer alone, and no more stack.
+    """
     kernels = few("joined_layers")
     alone, joined = (
         [kernel for kernel in kernels if kernel["name"] == name] for name in ("_multiply", "_multiply_layers")
@@ -106,7 +112,9 @@ def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does(few: Few)
 
 
 def test_gate_and_up_with_their_activation_compile_to_what_they_do_without(few: Few) -> None:
-    """The same loop: as many instructions of tensor cores and copies. What is behind it has room in registers."""
+    """Gate and up have the same loop with their activation as without: as many instructions of tensor cores and copies.
+    What is behind it has room in registers.
+    """
     kernels = few("gated_layers")
     products, activated = (
         [kernel for kernel in kernels if kernel["name"] == name] for name in ("_multiply_layers", "_multiply_gated")
@@ -120,7 +128,9 @@ def test_gate_and_up_with_their_activation_compile_to_what_they_do_without(few: 
 
 
 def test_heads_are_summed_in_the_order_of_their_norms(few: Few) -> None:
-    """In one launch with rotation and pages: the same elements in the same threads."""
+    """Heads are summed as by their norms alone in one launch with rotation and pages: the same elements in the same
+    threads.
+    """
     kernels = few("heads_of_rollouts")
     names = [kernel["name"] for kernel in kernels]
     first = [place for place, name in enumerate(names) if name == "_turn_and_write"]

@@ -1,4 +1,4 @@
-"""How many kernels a layer of a decode step launches: those between its neighbours' first ones."""
+"""A layer of a decode step launches no more kernels between its neighbours' first ones than are listed here."""
 
 from collections import Counter
 
@@ -28,11 +28,15 @@ LAYER = Counter(
         "_attend_items": 2,
     }
 )
-"""Of a Qwen3, in a step with a group of sequences and with room for more rows than there are."""
+"""Counts the launches of a layer of Qwen3, in a step with a group of sequences and room for more rows
+than there are.
+"""
 
 
 def decode(layout_of: object) -> ForwardContext:
-    """The next tokens of two sequences that begin with the same block, and of one that does not; and one row more."""
+    """Lay out the next tokens of two sequences that begin with the same block, and of one that does not; and one row
+    more.
+    """
     sequences = np.arange(3, dtype=np.int32)
     return ForwardContext(
         positions=torch.tensor([70, 80, 9, 0], device=DEVICE),
@@ -48,7 +52,7 @@ def decode(layout_of: object) -> ForwardContext:
 
 
 def computed(layers: int, *, apart: bool = False) -> tuple[torch.Tensor, Counter[str]]:
-    """Hidden states of the tokens, and what was launched; ``apart``: with hooks that listen to all modules."""
+    """Return hidden states of the tokens, and what was launched; ``apart``: with hooks that listen to all modules."""
     model = bind(make_model("Qwen3", vocab_size=50, hidden_size=64, intermediate_size=100, num_hidden_layers=layers))
     model.to(DEVICE)
     for module in model.modules() if apart else ():

@@ -1,4 +1,4 @@
-"""The gates and the delta rule in Triton: the training bits by several routes through the states, near the oracle."""
+"""The gates and the delta rule in Triton have the bits of training by several routes, and are near the oracle."""
 
 from dataclasses import replace
 

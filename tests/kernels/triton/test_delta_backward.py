@@ -1,4 +1,4 @@
-"""Gradients of the delta rule in Triton: near the float64 oracle, those of a sequence its own, the same each time."""
+"""Gradients of the delta rule in Triton are near the float64 oracle, of each sequence alone, the same each time."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from .gpu import DEVICE, poisoned
 pytestmark = pytest.mark.usefixtures("on_gpu")
 
 LENGTHS = (1, 66, 17)
-"""Of one token, two chunks of the gradients."""
+"""Lists sequences of one token, and of two chunks of the gradients."""
 
 CASES = (
     (DeltaOptions(0, 64, key_heads=1, value_heads=2, key_dim=20, value_dim=40), torch.float32),
@@ -26,7 +26,7 @@ CASES = (
 
 
 def given(options: DeltaOptions, dtype: torch.dtype) -> list[torch.Tensor]:
-    """qkv, decay, beta and the upstream gradient; some tokens forget everything, some write nothing."""
+    """Draw qkv, decay, beta and the upstream gradient; some tokens forget everything, some write nothing."""
     torch.manual_seed(0)
     rows = sum(LENGTHS)
     decay, beta = -torch.rand(rows, options.value_heads), 2 * torch.rand(rows, options.value_heads)

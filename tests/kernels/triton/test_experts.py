@@ -1,4 +1,4 @@
-"""Routed experts in Triton: near the oracle, forward and back; each row alone; nothing depends on the ids but values.
+"""Routed experts in Triton are near the oracle, forward and back, each row alone; only values depend on the ids.
 
 On a GPU and under `make soak` in all dtypes; otherwise mostly in float32, for the interpreter is slow.
 """
@@ -57,7 +57,9 @@ class Layer:
         return routed_experts(*parts, given, self.options)
 
     def gradients(self, rows: torch.Tensor | slice = slice(None)) -> list[torch.Tensor]:
-        """Of x, the weights, and what the experts have, for an upstream gradient that each row has of its own."""
+        """Return the gradients of x, the weights, and what the experts have, for an upstream gradient of each row's
+        own.
+        """
         parts = [self.x, self.weights, *(part for part in self.experts if part is not None)]
         mine = [part.clone().requires_grad_() for part in parts]
         upstream = torch.randn(self.x.shape, generator=torch.Generator().manual_seed(0)).to(self.x.dtype)
@@ -83,10 +85,10 @@ def layer(
 
 
 PATTERN = [[0, 3], [1, 3], [0, 1], [3, 4]]
-"""One row alone chooses expert 4, none expert 2."""
+"""Lets one row alone choose expert 4, and none expert 2."""
 
 LONGER = PATTERN + [[0, 3]] * 32
-"""Sums over rows take more than one tile."""
+"""Has so many rows that sums over them take more than one tile."""
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_an_output_of_an_expert_has_the_bits_of_a_linear_layer(name: str) -> Non
 
 
 class Launches:
-    """In place of a kernel: launches it, and keeps what it was compiled for."""
+    """Launches a kernel in its place, and keeps what it was compiled for."""
 
     def __init__(self, kernel: Any, first_constant: int) -> None:
         self.kernel, self.first = kernel, first_constant
@@ -171,7 +173,9 @@ class Launches:
 def test_what_is_compared_before_a_narrow_tile_is_used_is_the_layers_own_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes as a linear layer, and is compiled for the same constants as the kernels that the layer launches."""
+    """What is compared before a narrow tile is used computes as a linear layer, and is compiled for the same constants
+    as the kernels that the layer launches.
+    """
     given = layer(name, PATTERN, torch.float32)
     launches = Launches(grouped._multiply_items, grouped._multiply_items.arg_names.index("INPUTS"))
     monkeypatch.setattr(grouped, "_multiply_items", launches)
@@ -212,7 +216,7 @@ def test_pairs_are_sorted_and_each_is_one_items(ids: torch.Tensor) -> None:
 
 
 def test_outputs_are_added_in_the_order_of_the_ids() -> None:
-    """From the last to the first, these would add up to 0."""
+    """Outputs are added in the order of the ids: from the last to the first, these would add up to 0."""
     outputs = torch.tensor([[1e8], [-1e8], [1.0]], device=DEVICE)
     for ids in ([[0, 1, 2]], [[1, 3, 4]]):
         pairs = sort_pairs(torch.tensor(ids, dtype=torch.int32, device=DEVICE), 5)
@@ -220,7 +224,7 @@ def test_outputs_are_added_in_the_order_of_the_ids() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """What is asked of torch: its operations, with the sizes of what they make."""
+    """Keeps what is asked of torch: its operations, with the sizes of what they make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +243,9 @@ def calls(run: Callable[[], object]) -> list[tuple[str, Any]]:
 
 
 def test_no_number_that_depends_on_the_ids_comes_to_the_host() -> None:
-    """So a CUDA graph can be recorded with some ids, and replayed with others."""
+    """No number that depends on the ids comes to the host, so that a CUDA graph can be recorded with some ids, and
+    replayed with others.
+    """
     one, other = (layer("gated", ids, torch.float32) for ids in ([[3, 4]] * 6, [[0, 1], [2, 3], [1, 4]] * 2))
     one.run()  # the first call of a layer compares its tiles
     seen = calls(lambda: one.run())
@@ -248,7 +254,7 @@ def test_no_number_that_depends_on_the_ids_comes_to_the_host() -> None:
 
 
 def test_rows_that_there_is_only_room_for_change_no_bit() -> None:
-    """They are zeros, and choose the first experts."""
+    """Rows that there is only room for, which are zeros and choose the first experts, change no bit of the others."""
     given = layer("interleaved", PATTERN, torch.float32)
     more = replace(
         given, x=torch.cat([given.x, torch.zeros(5, 100)]), weights=torch.cat([given.weights, torch.ones(5, 2) / 2]),

@@ -1,4 +1,4 @@
-"""Gate, up and their activation in one launch: the bits of a launch each, and what decides whether they share one."""
+"""Gate, up and their activation in one launch have the bits of a launch each, and share one only where that is so."""
 
 import logging
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.usefixtures("on_gpu")
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
 SIZES = [(100, 129), (129, 77), (64, 100)]
-"""Inputs, and outputs of gate and of up."""
+"""Lists inputs, and outputs of gate and of up."""
 
 ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
-"""The last is more than a tile has."""
+"""Lists counts of rows; the last is more than a tile has."""
 
 KINDS = ("silu", "gelu_pytorch_tanh", "gelu", "sigmoid") if EVERY else ("silu", "gelu_pytorch_tanh")
 
@@ -58,7 +58,9 @@ def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> 
 @pytest.mark.soak
 @pytest.mark.parametrize(("sizes", "dtype", "biased"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
-    """On an H100 all shared a launch but those with a bias and a depth of one tile: their bits were others."""
+    """Gate and up in one launch have the bits of a launch each. On an H100 those with a bias and a depth of one tile
+    had others, and alone do not share one.
+    """
     torch.manual_seed(sum(sizes))
     layers = gate_and_up(*sizes, (biased, biased), dtype)
     x = torch.randn(70, sizes[0]).to(dtype)
@@ -84,7 +86,9 @@ def test_layers_of_which_only_one_has_a_bias_are_launched_each() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_have_the_bits_of_calls_of_each(dtype: torch.dtype) -> None:
-    """One launch here too, of the same kernel. Of one input, weights and biases, and where not all are wanted."""
+    """Gradients have the bits of calls of each, also of one launch: of the input, of weights and biases, and where not
+    all are wanted.
+    """
     torch.manual_seed(0)
     modules = [nn.Linear(100, 33).to(DEVICE, dtype) for _ in range(2)]
     for module in modules:
@@ -131,8 +135,9 @@ def test_a_tile_that_gives_other_bits_is_not_used(
 @pytest.mark.usefixtures("all_compared")
 @pytest.mark.parametrize("dtype", few(DTYPES, 2))
 def test_another_order_or_rounding_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Stand-ins: up's depth in pieces of sixteen from the last to the first; an activation of what is not rounded, or,
-    where nothing is rounded, by another sigmoid."""
+    """A stand-in that adds up's depth in another order is seen, as is one that applies the activation to what is not
+    rounded, or, where nothing is rounded, another sigmoid.
+    """
 
     def reversed_up(
         activation: str, x: torch.Tensor, weights: list[torch.Tensor], *given: object, **kept: bool

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_bits.py compares on a GPU is computed by the interpreter too, and found as expected."""
+"""The interpreter computes what benchmarks/gpu_bits.py compares on a GPU, and finds it as expected."""
 
 import pytest
 import torch

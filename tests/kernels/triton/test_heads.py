@@ -1,4 +1,4 @@
-"""Norms of heads, rotation and pages in one launch: the bits of a launch each, and attention behind both ways."""
+"""Norms of heads, rotation and pages in one launch have the bits of a launch each, as has attention behind both."""
 
 import logging
 from dataclasses import replace
@@ -20,10 +20,10 @@ from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, poisoned
 from .launches import launches
 
 SIZES = [(3, 1, 32, 16), (4, 2, 50, 6), (2, 2, 100, 50), (6, 3, 129, 64)]
-"""Query and KV heads, elements of a head, angles."""
+"""Lists query and KV heads, elements of a head, angles."""
 
 ROWS = (1, 2, 3, 7) if EVERY else (1, 3)
-"""Three are a sequence of two tokens and one of one, which is all that seven have."""
+"""Lists counts of rows; three are a sequence of two tokens and one of one, which is all that seven have."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _nothing_known(on_gpu: None) -> None:
 
 
 def step(rows: int, layout: KVLayout, dtype: torch.dtype) -> ForwardContext:
-    """Two tokens of one sequence, one of each other, as far as there are rows; and one row that is nobody's."""
+    """Lay out two tokens of one sequence, one of each other, as far as there are rows; and one row that is nobody's."""
     lengths = np.array([min(2, rows)] + [1] * max(0, rows - 2), np.int32)
     sequences = np.arange(len(lengths), dtype=np.int32)
     return ForwardContext(
@@ -85,7 +85,7 @@ def test_one_launch_has_the_bits_of_a_launch_each(
 
 
 def leaves(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, context: ForwardContext) -> list[Any]:
-    """Operands of which all want a gradient, with sinks, and what else a call needs."""
+    """Return operands of which all want a gradient, with sinks, and what else a call needs."""
     torch.manual_seed(rows)
     qkv, tables, norms = operands(rows, sizes, dtype, context)
     sinks = torch.randn(sizes[0]).to(DEVICE)
@@ -98,7 +98,9 @@ def leaves(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, cont
 def test_training_has_the_bits_of_a_launch_each_and_its_gradients_too(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:
-    """In a call whose last row is padding; its gradient is zero."""
+    """Training has the bits of a launch each, gradients too, in a call whose last row is padding; its
+    gradient is zero.
+    """
     options, rows = AttentionOptions(0, 0.3), 7
     context = replace(step(rows, KVLayout(1, sizes[1], sizes[2]), dtype), pages=None)
     found = []
@@ -157,7 +159,7 @@ def test_it_is_one_launch_where_the_bits_were_seen_to_be_equal(
 
 @pytest.mark.usefixtures("all_compared")
 def test_another_rounding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stand-in that does not round between norm and rotation."""
+    """A stand-in that does not round between norm and rotation is seen."""
     given = heads.Heads(torch.device(DEVICE), torch.bfloat16, 3, 1, 32, 16, (torch.bfloat16,) * 2)
     assert heads.proved_equal(given)
     each = heads.turned_each

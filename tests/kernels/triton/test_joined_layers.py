@@ -1,4 +1,4 @@
-"""Layers of one input in one launch: the bits of a launch each, and what decides whether they share one."""
+"""Layers of one input in one launch have the bits of a launch each, and share one only where that is so."""
 
 import logging
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("on_gpu")
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
 SIZES = [(100, (96, 32, 32)), (129, (129, 129)), (64, (1, 200, 77))]
-"""Inputs, and outputs of each layer."""
+"""Lists inputs, and outputs of each layer."""
 
 ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
-"""The last is more than a tile has."""
+"""Lists counts of rows; the last is more than a tile has."""
 
 JOINED = JoinedLayers(torch.device(DEVICE), 100, (77, 16), torch.bfloat16, biased=True)
 
@@ -96,7 +96,7 @@ def test_a_tile_that_gives_other_bits_is_not_used(
 
 @pytest.mark.usefixtures("all_compared")
 def test_another_order_of_adding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the last layer alone. A stand-in takes its depth in pieces of sixteen from the last to the first."""
+    """A stand-in that adds the last layer's depth in pieces of sixteen from last to first is seen."""
 
     def reversed_in_the_last(
         x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None, tile: MatmulTile,

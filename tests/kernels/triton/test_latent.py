@@ -1,4 +1,6 @@
-"""Attention over latents in Triton: near the float64 oracle by several routes, its gradients, and products of heads."""
+"""Attention over latents in Triton and the products of heads are near the float64 oracle by several routes, gradients
+too.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ CASES = (
 
 @pytest.fixture(params=[None, 14 * 1024], ids=["", "little shared memory"])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a GPU with as much shared memory as a tile of 16 keys takes, of the first shape."""
+    """Pretend that a GPU has just the shared memory that a tile of 16 keys of the first shape takes, or do nothing."""
     if request.param is not None:
         monkeypatch.setattr(latent_rows, "shared_memory", lambda device: request.param)
 
@@ -79,7 +81,9 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
 def test_as_many_keys_meet_a_tile_of_rows_as_the_gpu_has_room_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kibibytes: int, forward: int, gradients: int
 ) -> None:
-    """Of DeepSeek's sizes; test_compile.py compiles them. The first is of an H100, then an A100, then an RTX 4090."""
+    """As many keys of DeepSeek's sizes meet a tile of rows as an H100, an A100 and an RTX 4090 have room for.
+    test_compile.py compiles them.
+    """
     monkeypatch.setattr(latent_rows, "shared_memory", lambda device: kibibytes * 1024)
     q, options = torch.empty(0, dtype=dtype), LatentOptions(0, 1.0, 512, 64)
     assert latent_rows.keys_of_forward(q, options) == forward
@@ -106,8 +110,9 @@ def test_a_gpu_that_does_not_hold_a_latent_is_named(monkeypatch: pytest.MonkeyPa
 def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
     shared: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of several sequences walk the blocks that they share in one item; their accumulators wait in memory. So they
-    do for each split of a long sequence, or one program walks them all."""
+    """Rows of several sequences that walk shared blocks in one item, with accumulators that wait in memory, have the
+    bits of each alone. So they do for each split of a long sequence, or when one program walks them all.
+    """
     shape, own = Shape(4, 48, 16), (3, 9, 20)
     q, latents = tensors(shape, torch.float32, (3, shared, *own))
     pages = LatentLayout(1, shape.rank, shape.rope).allocate(80, 16, torch.float32, DEVICE)[0].fill_(torch.nan)

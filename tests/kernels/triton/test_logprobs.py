@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and sampling in Triton: near the oracle; random words equal to the CPU's."""
+"""Log-probabilities, entropy and sampling in Triton are near the oracle; random words are equal to the CPU's."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_near_the_oracle(vocab: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_lowest_finite_logit_rules_out_like_minus_infinity(temperature: float, dtype: torch.dtype) -> None:
-    """At 0.5 it is divided to -inf."""
+    """The lowest finite logit, divided to minus infinity by a temperature of 0.5, rules a token out as that does."""
     found = []
     for masked in (-torch.inf, torch.finfo(dtype).min):
         logits = logits_of(2, 1024, dtype).masked_fill_(torch.arange(1024) % 7 == 0, masked)
@@ -107,7 +107,9 @@ def test_what_a_chunk_s_sum_was_rounded_up_by_goes_to_a_likely_token(vocab: int,
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_the_likely_tokens_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that ask for different things, in one call; those between them stay."""
+    """The likely tokens are those of the CPU for rows that ask for different things in one call; rows between them
+    stay.
+    """
     monkeypatch.setattr("samebit.kernels.triton.vocabulary.filters._SORTED", 3)
     asked = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (40, 0.6, 0.02), (vocab, 0.99, 0.0)]
     top_k, top_p, min_p = (np.array(each) for each in zip(*asked, strict=True))
@@ -125,7 +127,7 @@ def test_the_likely_tokens_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.
 
 
 def test_a_row_has_the_same_bits_however_its_chunks_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine chunks: among programs of eight, of one, and all by one."""
+    """A row of nine chunks has the same bits by programs of eight chunks, of one, and by one of all."""
     logits = logits_of(3, 8201).to(DEVICE)
     tokens, temperatures = torch.tensor([1, 4001, 8200], device=DEVICE), torch.tensor([1.0, 0.7, 2.0], device=DEVICE)
     uniform = torch.tensor([0.3, 0.6, 0.9], dtype=torch.float64, device=DEVICE)

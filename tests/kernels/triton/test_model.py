@@ -1,4 +1,4 @@
-"""Whole models on the Triton kernels: the training forward, its gradients and a rollout, beside the CPU's.
+"""Whole models run on the Triton kernels: the training forward, its gradients and a rollout, beside the CPU's.
 
 On a GPU and under `make soak` all of it; otherwise less of a smaller model, for the interpreter is slow.
 """
@@ -33,7 +33,7 @@ SMALLER = {
 
 @contextmanager
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a machine without a GPU, Triton's interpreter computes on the CPU's tensors."""
+    """Compute with Triton: on a machine without a GPU its interpreter computes on the CPU's tensors."""
     with monkeypatch.context() as patch:
         patch.setattr(device, "on_gpu", lambda tensor: tensor.device.type == DEVICE)
         Repeating.recorded.clear()
@@ -48,7 +48,7 @@ def small(name: str) -> PreTrainedModel:
 
 
 def gradients(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities, and the gradients of all parameters in one vector."""
+    """Return log-probabilities, and the gradients of all parameters in one vector."""
     model.zero_grad()
     scores = token_logprobs(model, ids, attention_mask=mask, temperature=0.7)
     scores.sum().backward()
@@ -72,7 +72,7 @@ def test_training_is_near_that_on_the_cpu(name: str, monkeypatch: pytest.MonkeyP
 
 
 class Repeating:
-    """In place of a CUDA graph: computes anew what was recorded, from the same buffers into the same place."""
+    """Stands in for a CUDA graph: computes anew what was recorded, from the same buffers into the same place."""
 
     recorded: ClassVar[list[Callable[[], None]]] = []
 
@@ -108,7 +108,7 @@ PARAMS = [
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of one size computed from buffers with room for more give the bits of those without."""
+    """Steps from buffers with room for more have the bits of those without graphs, and are near training."""
     model = bind(small(name), ssm_chunk=16).to(DEVICE)
     with triton(monkeypatch):
         eager = generated(model, enforce_eager=True)
@@ -152,7 +152,9 @@ def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
 def test_samples_that_share_blocks_in_graphs_and_without(
     lengths: tuple[int, ...], kept: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph replays other groups and splits than it was recorded with, and none: samples end one after the other."""
+    """Graphs change no bit of samples that share blocks: one replays other groups and splits than it was recorded with,
+    and none, as samples end one after the other.
+    """
     model = bind(small("Gemma3")).to(DEVICE)
     prompts = [[3 + (seed + place) % 90 for place in range(length)] for seed, length in enumerate(lengths)]
     params = [SamplingParams(seed=seed, n=2, max_tokens=seed + 4, ignore_eos=True) for seed in range(3)]
@@ -181,7 +183,7 @@ def test_samples_that_share_blocks_in_graphs_and_without(
 @long
 @pytest.mark.soak
 def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph holds addresses: of pages that slept, and of weights that the trainer has put elsewhere."""
+    """Graphs hold addresses, so they are recorded anew when pages have slept, or weights are elsewhere."""
     model = bind(small("Gemma3")).to(DEVICE)
     requests = [[5, 6, 7], [8, 9, 10]], SamplingParams(temperature=0.0, max_tokens=3)
     with triton(monkeypatch), RolloutWorker(model, config=config(enforce_eager=False)) as worker:

@@ -1,4 +1,4 @@
-"""What all kernels are made with."""
+"""What all kernels are made with works."""
 
 import threading
 from typing import Any
@@ -15,7 +15,9 @@ def _nothing() -> None:
 
 
 def test_one_thread_at_a_time_launches_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton shows a kernel to other threads before it is loaded. A thread that is inside may launch again."""
+    """One thread at a time launches and compiles, as Triton shows a kernel to others before it is loaded; a thread that
+    is inside may launch again.
+    """
     kernels = [_Kernel(_nothing), _Kernel(_nothing)]
     both, met = threading.Barrier(2, timeout=0.1), []
 
@@ -39,7 +41,9 @@ def test_one_thread_at_a_time_launches_and_compiles(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_that_does_not_hold_a_program_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both as Triton's error, which the search for tiles goes on after, and as that of a layer that is too large."""
+    """A GPU that does not hold a program is refused by name: with Triton's error, after which the search for tiles goes
+    on, and with that of a layer that is too large.
+    """
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool) -> None:
         raise OutOfResources(232_449, 101_376, "shared memory")

@@ -23,7 +23,7 @@ from .launches import launches
 pytestmark = pytest.mark.usefixtures("on_gpu")
 
 ROOMY = 7
-"""Rows of a step, more of them than it has sequences: two, which compute a token each, the rows 1 and 4."""
+"""Is the number of rows of a step, more than it has sequences: two, which compute a token each, the rows 1 and 4."""
 
 REAL = [1, 4]
 MAMBA = SSMShape(heads=2, head_dim=20, groups=1, state_size=16, taps=2)
@@ -46,7 +46,7 @@ def step(pages: PageLayout | None = None, states: SSMShape | DeltaShape | None =
 
 
 def rows(*shape: int) -> torch.Tensor:
-    """Those of no sequence are NaN."""
+    """Draw rows, of which those of no sequence are NaN."""
     made = torch.full((ROOMY, *shape), torch.nan)
     made[REAL] = torch.randn(2, *shape)
     return made.to(DEVICE)
@@ -95,7 +95,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
 def test_rows_of_no_sequence_are_cleared_by_a_launch_that_runs_anyway(kind: Callable[[], Computation]) -> None:
-    """What `torch.empty` returns is NaN in these tests."""
+    """A launch that runs anyway clears rows of no sequence, which `torch.empty` fills with NaN in these tests."""
     torch.manual_seed(0)
     compute = kind()
     with torch.no_grad(), launches() as names:

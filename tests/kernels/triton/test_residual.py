@@ -1,4 +1,4 @@
-"""A residual and the norm of it in one launch: the bits of torch's sum and of the norm alone, whoever reads it."""
+"""A residual and its norm in one launch have the bits of torch's sum and of the norm alone, whoever reads it."""
 
 from collections.abc import Callable, Iterator
 
@@ -28,7 +28,7 @@ def _without_gradients(on_gpu: None) -> Iterator[None]:
 
 
 class Norm(nn.Module):
-    """As Hugging Face's, bound."""
+    """Is bound as Hugging Face's norm is."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -133,7 +133,9 @@ def test_hooks_of_norms_read_sums() -> None:
 
 
 def test_sums_are_computed_at_once_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other shapes or dtypes, from the other side, of tensors without a version, and on the CPU."""
+    """Sums are computed at once of other shapes or dtypes, from the other side, of tensors without a version, on the
+    CPU.
+    """
     x, y = (torch.randn(1, 3, 100, device=DEVICE) for _ in range(2))
     for other in (x[:, :1], x.double(), x.transpose(1, 2).contiguous().transpose(1, 2), 1.0):
         assert not isinstance(other + Addend.of(y), WaitingSum)

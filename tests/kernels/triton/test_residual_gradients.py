@@ -1,4 +1,4 @@
-"""A residual and its norm in one launch in training: values and gradients have the bits of torch's sum and the norm.
+"""A residual and its norm in one launch have the values and gradients of torch's sum and the norm in training.
 
 The interpreter truncates to bfloat16, where a GPU and torch round: there sums are of numbers that it holds.
 """
@@ -43,7 +43,7 @@ class Whole(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Two norms, each of a sum, as a layer of Hugging Face's between two others."""
+    """Has two norms, each of a sum, as a layer of Hugging Face's between two others."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers and the norm behind the last; ``around`` calls one."""
+    """Has layers and the norm behind the last; ``around`` calls one."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def given(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def gradients(model: nn.Module, x: torch.Tensor, **how: Any) -> list[torch.Tensor]:
-    """The result, and gradients of the rows and of all weights."""
+    """Return the result, and gradients of the rows and of all weights."""
     x = x.clone().requires_grad_()
     model.zero_grad()
     out = model(x, **how)
@@ -119,7 +119,7 @@ AROUND: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def saved_as_copies(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """As `save_on_cpu` and offloading do, what is saved is copied at once."""
+    """Copy at once what is saved, as `save_on_cpu` and offloading do."""
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         return layer(x)
 
@@ -151,7 +151,7 @@ def untouched_and_copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def unseen(x: torch.Tensor) -> torch.Tensor:
-    """As code of torch for other classes of tensors calls it."""
+    """Call torch as its own code for other classes of tensors does."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.exp(x)
 
@@ -190,7 +190,9 @@ READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_gradients_flow_through_whatever_reads_a_sum(name: str) -> None:
-    """Before its norm reads it, by a hook of the norm; and the norm, and who comes behind it, read the same."""
+    """Gradients flow through whatever reads a sum before its norm does, such as a hook of the norm; and the norm, and
+    who comes behind it, read the same.
+    """
     found = []
     for adds in (Addend.of, lambda x: x):
         torch.manual_seed(0)
@@ -222,7 +224,7 @@ def test_modules_with_hooks_that_take_and_change_gradients() -> None:
 
 
 def test_a_graph_that_is_kept_and_gradients_of_sums() -> None:
-    """What is kept of a sum, its gradient too, is that of torch's; a second backward adds the same."""
+    """What is kept of a sum, its gradient too, is what is kept of torch's; a second backward adds the same."""
     found = []
     for adds in (Addend.of, lambda x: x):
         torch.manual_seed(0)
@@ -270,7 +272,9 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 
 def test_gradients_under_fsdp2() -> None:
-    """Some layers are sharded, in a group of one process: a sum is what a sharded layer is called with, and returns."""
+    """Gradients are the same under FSDP2, where a sharded layer is called with a sum and returns one; some layers are
+    sharded, in a group of one process.
+    """
     model, x = Model(100, torch.float32), given(100)
     expected = gradients(Model(100, torch.float32).apart(), x)
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""The router in Triton: the oracle's experts and weights, the lowest id among equals, each row alone."""
+"""The router in Triton finds the oracle's experts and weights, the lowest id among equals, for each row alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +35,7 @@ def corrections(options: RoutingOptions) -> Iterator[torch.Tensor | None]:
 
 
 def routed(logits: torch.Tensor, correction: torch.Tensor | None, options: RoutingOptions) -> Routing:
-    """By a router whose weight is the identity."""
+    """Route by a router whose weight is the identity."""
     added = None if correction is None else correction.to(DEVICE)
     return route(logits, torch.eye(logits.shape[1], device=DEVICE), None, added, options)
 

@@ -1,4 +1,4 @@
-"""Linear, norms, activations and rotary in Triton: near the float64 oracle, forward and backward."""
+"""Linear, norms, activations and rotary in Triton are near the float64 oracle, forward and backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("on_gpu")
 
 EPS = 1e-6
 ROWS = 130 if EVERY else 70
-"""More than a tile of a product has, and than one program sums for the gradient of a norm's weight."""
+"""Is more than a tile of a product has, and than one program sums for the gradient of a norm's weight."""
 
 CASES = {
     torch.float32: [(1, 100), (3, 1000), (ROWS, 100)],
@@ -33,7 +33,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Op:
-    """`inputs`: tensors of so many rows and such a width, in the order of `run`'s arguments."""
+    """Holds an operation. `inputs`: tensors of so many rows and such a width, in the order of `run`'s arguments."""
 
     inputs: Callable[[int, int], list[torch.Tensor]]
     run: Callable[..., torch.Tensor]
@@ -128,7 +128,9 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
 
 
 def test_weights_of_norms_have_their_gradients_from_programs_enough_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt of 8,192 tokens: an H100 has 132 multiprocessors."""
+    """Enough programs for an H100's 132 multiprocessors make the gradient of a norm's weight, of a prompt of 8,192
+    tokens.
+    """
     grids = []
 
     class Noted:
@@ -148,7 +150,9 @@ def test_weights_of_norms_have_their_gradients_from_programs_enough_for_a_gpu(mo
 def test_what_is_compiled_for_the_gradient_of_a_weight_is_not_of_the_rows(
     outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one output, as the gate of shared experts has, rows and depth have the same stride."""
+    """Other counts of rows compile nothing anew for the gradient of a weight, though rows and depth have the same
+    stride where there is one output, as in the gate of shared experts.
+    """
     seen = set()
 
     class Noted:

@@ -1,4 +1,4 @@
-"""The head with its log-probabilities in Triton: in parts, near the oracle."""
+"""The head with its log-probabilities in Triton, made in parts, is near the oracle."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +61,9 @@ def test_values_and_gradients_are_near_the_oracle(
 
 
 def test_logits_are_computed_again_with_the_tiles_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with those of a layer that has as many outputs as are computed at a time."""
+    """Logits are computed again with the tiles of the head, not with those of a layer with as few outputs as are
+    computed at a time.
+    """
     asked_for: list[int] = []
 
     def noted(tensor_device: torch.device, inputs: int, outputs: int, *layer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sparse attention over latents in Triton: what is chosen, equal lists by several routes, near the float64 oracle."""
+"""Sparse attention in Triton chooses equal lists by several routes, and is near the float64 oracle."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ CASES = (
     (Sparse(Shape(4, 48, 16), 8, 32, 66), torch.float32, (1, 3, 70)),
     (Sparse(Shape(18, 17, 2), 65, 7, 5), torch.bfloat16, (2, 9)),
 )
-"""More tokens than a tile of the list, and heads than a tile of the index; index sizes that fill no tile."""
+"""Lists layers with more tokens than a tile of the list, and heads than a tile of the index; index
+sizes fill no tile.
+"""
 
 
 @pytest.mark.parametrize(("layer", "dtype", "lengths"), CASES, ids=str)
@@ -64,13 +66,15 @@ def test_training_and_its_gradients_are_near_the_oracle() -> None:
 
 @pytest.mark.parametrize("dtype", first_of([torch.float32, torch.bfloat16]))
 def test_gradients_of_a_sequence_are_those_of_it_alone(dtype: torch.dtype) -> None:
-    """Of its queries and latents, whatever is beside it: other sequences, in another order, padded or packed."""
+    """The gradients of a sequence's queries and latents are its own, whatever is beside it: other sequences, in another
+    order, padded or packed.
+    """
     layer, lengths = Sparse(Shape(18, 17, 2), 3, 7, 5), (9, 1, 19) if EVERY else (3, 1, 17)
     given = inputs(layer, dtype, sum(lengths))
     upstream = torch.randn(sum(lengths), 18, 17).to(dtype)
 
     def gradients(sequences: tuple[int, ...], *, pad: bool) -> list[tuple[torch.Tensor, ...]]:
-        """Of each of the sequences, in a batch of these."""
+        """Return those of each of the sequences, in a batch of these."""
         own = tuple(lengths[number] for number in sequences)
         parts = [torch.cat([x.split(lengths)[number] for number in sequences]) for x in (*given.parts(), upstream)]
         mask = left_padding(own) if pad else torch.ones(1, sum(own), dtype=torch.int64)
@@ -92,7 +96,7 @@ def test_gradients_of_a_sequence_are_those_of_it_alone(dtype: torch.dtype) -> No
 
 
 def test_equal_scores_and_special_numbers() -> None:
-    """Zeros of both signs, denormals, the greatest numbers: the first of equal ones, by the order of the scores."""
+    """Of equal scores the first are taken, also among zeros of both signs, denormals and the greatest numbers."""
     torch.manual_seed(0)
     rows = 24
     special = torch.tensor([-1.0, -0.0, 0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0])[torch.randint(0, 8, (rows,))]
@@ -107,7 +111,7 @@ def test_equal_scores_and_special_numbers() -> None:
 
 
 def test_rows_with_all_chosen_have_the_bits_of_the_dense_form() -> None:
-    """In the interpreter: the same tiles, and the same order of sums."""
+    """Rows that choose all tokens have the bits of the dense form in the interpreter: same tiles, same order."""
     layer, rows = Sparse(Shape(4, 48, 16), 3, 7, 9), 14
     given = inputs(layer, torch.float32, rows)
     context = training_context((1, rows), None, None, DEVICE)

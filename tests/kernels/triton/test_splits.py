@@ -1,4 +1,4 @@
-"""Long sequences are walked in splits of 512 keys, by one program or by many: a row has the same bits.
+"""A row has the same bits whether one program or many walk the splits of 512 keys of a long sequence.
 
 In the interpreter as on a GPU, a row of a product is the same in any place of its tile.
 """
@@ -28,7 +28,7 @@ from .gpu import DEVICE, EVERY, leaf
 pytestmark = pytest.mark.usefixtures("on_gpu")
 
 CASES = max(1, int(os.environ.get("SAMEBIT_SOAK_CASES", "500")) // 25)
-"""One takes some seconds in the interpreter."""
+"""Is few, since one takes some seconds in the interpreter."""
 
 
 @contextmanager
@@ -40,8 +40,10 @@ def limits(slots: int) -> Iterator[None]:
 
 
 def assert_one_row(decode: Decode, items: int | None = None) -> None:
-    """The newest rows have the same bits with as many splits of one program each as there can be, with few and none, in
-    groups and apart, alone, as the last of three tokens, and in training. ``items``: those of the first launch."""
+    """Check that the newest rows have the same bits with as many splits of one program each as there can be, with few
+    and none, in groups and apart, alone, as the last of three tokens, and in training. ``items``: those of the first
+    launch.
+    """
     (rows, context), last = decode.found(64, DEVICE), len(decode.lengths) - 1
     (walked,) = context.on_device.items_of.values()
     assert items in (None, len(walked.kept))
@@ -57,7 +59,7 @@ def assert_one_row(decode: Decode, items: int | None = None) -> None:
 
 
 def trained(decode: Decode, sequence: int) -> torch.Tensor:
-    """The rows of all tokens of a sequence in a training call."""
+    """Return the rows of all tokens of a sequence in a training call."""
     q, (k, v) = decode.queries[sequence], decode.cached[sequence]
     context = training_context((1, len(q)), None, None, DEVICE)
     sinks = None if decode.shape.sinks is None else decode.shape.sinks.to(DEVICE)
@@ -81,7 +83,9 @@ def test_a_row_has_the_same_bits_however_its_splits_are_walked(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel holds its SPLIT; the interpreter reads it anew")
 def test_splits_are_the_arithmetic_and_not_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One softmax over all keys rounds differently: so the tests above see whether all ways merge."""
+    """One softmax over all keys of a long sequence has other bits than merged splits: so the tests above see whether
+    all ways merge.
+    """
     decode = Decode(Shape(2, 1, 32), torch.float32, (Group(0, (512, 1500)),))
     monkeypatch.setattr(attention_work, "SLOTS", 0)
     short, longer = decode.found(64, DEVICE)[0]
@@ -92,7 +96,9 @@ def test_splits_are_the_arithmetic_and_not_a_choice(monkeypatch: pytest.MonkeyPa
 
 
 def test_gradients_of_a_sequence_of_two_splits_are_near_the_oracle() -> None:
-    """They read the log-sum-exp of all keys, which is that of the merged splits."""
+    """Gradients of a sequence of two splits are near the oracle: they read the log-sum-exp of all keys, that of the
+    merged splits.
+    """
     shape, lengths = Shape(1, 1, 16, has_sinks=True), (530,)
     parts = tensors(shape, torch.float32, lengths)
     mine, exact = [leaf(x) for x in parts], leaves(*(x.double() for x in parts))

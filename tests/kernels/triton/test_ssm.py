@@ -1,4 +1,4 @@
-"""The convolution and the scan in Triton: near the oracle by several routes through the states, and their gradients."""
+"""The convolution and the scan in Triton are near the oracle by several routes through the states, gradients too."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Gradients of the convolution and of the scan in Triton: near the float64 oracle, and the same each time."""
+"""Gradients of the convolution and of the scan in Triton are near the float64 oracle, and the same each time."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ FACTOR = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a scan."""
+    """Holds the sizes of a scan."""
 
     heads: int
     head_dim: int
@@ -47,7 +47,9 @@ SIZES = (
 
 
 def with_padding(lengths: tuple[int, ...]) -> tuple[ForwardContext, torch.Tensor]:
-    """Two rows more than the longest for each sequence, padding on alternating sides; the rows that are none."""
+    """Lay out sequences with two rows of padding more than the longest has, on alternating sides; return also which
+    rows are real.
+    """
     width = max(lengths) + 2
     mask = torch.zeros(len(lengths), width, dtype=torch.int64)
     for s, length in enumerate(lengths):
@@ -58,7 +60,7 @@ def with_padding(lengths: tuple[int, ...]) -> tuple[ForwardContext, torch.Tensor
 
 
 def spread(rows: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """The rows where there are sequences, NaN in padding rows and around the tensor."""
+    """Put the rows where there are sequences, NaN in padding rows and around the tensor."""
     whole = rows.new_full((len(real), *rows.shape[1:]), torch.nan)
     whole[real] = rows
     return poisoned(whole)
@@ -69,7 +71,7 @@ def exact(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def given(sizes: Sizes) -> list[torch.Tensor]:
-    """xbc and dt of the real rows, A, the bias of dt, D, and the upstream gradient."""
+    """Draw xbc and dt of the real rows, A, the bias of dt, D, and the upstream gradient."""
     torch.manual_seed(0)
     rows, heads = sum(sizes.lengths), sizes.heads
     return [
@@ -80,7 +82,7 @@ def given(sizes: Sizes) -> list[torch.Tensor]:
 
 
 def found(sizes: Sizes, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of the scan's five arguments; of the real rows, the others are seen to be zero."""
+    """Return gradients of the scan's five arguments; of the real rows, the others are seen to be zero."""
     context, real = with_padding(sizes.lengths)
     leaves = [spread(part, real) if part.dim() > 1 else part.to(DEVICE, copy=True) for part in inputs[:-1]]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -120,7 +122,9 @@ def test_gradients_of_the_scan_are_near_the_oracle(sizes: Sizes) -> None:
 
 
 def test_what_tokens_pass_on_is_as_precise_after_one_that_forgets_everything() -> None:
-    """The sums of the chunk go from 0 to -2,000 at token 3; decays are the exponentials of their small differences."""
+    """What tokens pass on is as precise after one that forgets everything: the sums of the chunk go from 0 to -2,000 at
+    token 3, and decays are the exponentials of their small differences.
+    """
     sizes = replace(SIZES[0], lengths=(60,))
     inputs = given(sizes)
     inputs[1] = inputs[1] / 8 - 8

@@ -1,4 +1,4 @@
-"""Tile configurations as data: the file, the choice by rows, the comparison behind it, and both tiles' accuracy."""
+"""Tile configurations are data: the file, the choice by rows, the comparison behind it, and the accuracy hold."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ LAYER = Layer(torch.device(DEVICE), 100, 77, torch.bfloat16, biased=True)
 
 
 def changed(*path: str | int, value: Any) -> dict[str, Any]:
-    """The package's file with another value at this place; None removes it."""
+    """Return the package's file with another value at this place; None removes it."""
     content = json.loads(FILE.read_text())
     place = content
     for key in path[:-1]:
@@ -117,7 +117,7 @@ def test_the_tile_depends_on_the_layer_and_an_unknown_gpu_has_one_a_layer() -> N
     ("outputs", "programs"), [(1024, 64), (4096, 80), (6144, 120), (12288, 144), (24576, 288), (151936, 594)]
 )
 def test_the_ladder_keeps_an_h100_busy(outputs: int, programs: int) -> None:
-    """The fewest programs of any launch of up to 1,024 rows, of Qwen3-8B's layers; there are 132 multiprocessors."""
+    """No launch of up to 1,024 rows of Qwen3-8B's layers has fewer programs; an H100 has 132 multiprocessors."""
     entry = families()["sm_90"].for_layer(4096, outputs, "bfloat16")
     tiles = [(rows, entry.for_rows(rows)) for rows in range(1, 1025)]
     assert min(ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs) for rows, tile in tiles) == programs
@@ -141,7 +141,8 @@ def test_few_rows_take_a_rung_only_where_it_was_found_equal(caplog: pytest.LogCa
 @pytest.mark.usefixtures("all_compared")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_narrow_tile_that_adds_in_another_order_is_refused(dtype: torch.dtype) -> None:
-    """Also where rounding to the dtype would nearly always hide it.
+    """A narrow tile that adds in another order is refused, also where rounding to the dtype would nearly always hide
+    it.
 
     Tiles that differ in their size alone add in one order, here and on tensor cores: in that of the depth. So a tile
     that does not is a stand-in, which takes the depth in pieces of sixteen from the last to the first.

@@ -1,4 +1,4 @@
-"""How many kernels a layer launches in training: those of a rollout, and its gradients those of a launch each."""
+"""A layer launches in training what it does in a rollout, and its gradients have the bits of those of a launch each."""
 
 from collections import Counter
 from functools import cache
@@ -28,7 +28,7 @@ LAYER = Counter(
         "_attend_items": 1,
     }
 )
-"""Of a Qwen3, in a call without padding."""
+"""Counts the launches of a layer of Qwen3, in a call without padding."""
 
 IDS = torch.tensor([[5, 6, 7]], device=DEVICE)
 
@@ -45,7 +45,7 @@ def compare() -> None:
 
 
 def forward(model: nn.Module) -> tuple[torch.Tensor, Counter[str]]:
-    """Hidden states, and what was launched."""
+    """Return hidden states, and what was launched."""
     with launches() as names:
         hidden = model.model(input_ids=IDS)[0]
     return hidden, Counter(names)
@@ -64,7 +64,7 @@ def test_a_layer_of_a_training_call_launches_so_many_kernels() -> None:
 
 @pytest.fixture(scope="module")
 def of_a_launch_each() -> list[torch.Tensor]:
-    """Hidden states and gradients where nothing shares a launch."""
+    """Return hidden states and gradients where nothing shares a launch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "on_gpu", lambda tensor: True)
         compare()
@@ -77,7 +77,7 @@ def of_a_launch_each() -> list[torch.Tensor]:
 
 
 def differentiated(model: nn.Module, *, apart: bool) -> list[torch.Tensor]:
-    """Hidden states, and the gradients of all parameters."""
+    """Return hidden states, and the gradients of all parameters."""
     hidden, names = forward(model)
     for name in ("_norm_sums", "_turn_and_write", "_multiply_layers", "_multiply_gated"):
         assert bool(names[name]) != apart
@@ -89,7 +89,7 @@ def differentiated(model: nn.Module, *, apart: bool) -> list[torch.Tensor]:
 def test_its_gradients_have_the_bits_of_a_launch_each(
     reentrant: bool | None, of_a_launch_each: list[torch.Tensor]
 ) -> None:
-    """Whether layers are computed again in the backward or not."""
+    """Gradients have the bits of those of a launch each, whether layers are computed again in the backward or not."""
     model = qwen(2)
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -104,7 +104,7 @@ SUMS = {
     "DeepseekV3": ({"num_hidden_layers": 1, "first_k_dense_replace": 0}, 2),
     "Qwen3_5": ({"num_hidden_layers": 1, "layer_types": ["linear_attention"]}, 2),
 }
-"""Models with mixers, experts, latents and the delta rule, and how many sums have a norm behind them."""
+"""Names models with mixers, experts, latents and the delta rule, and how many sums have a norm behind them."""
 
 
 @pytest.mark.parametrize("name", SUMS)

@@ -1,4 +1,4 @@
-"""Which rows share the keys of one work item, found from the block tables alone."""
+"""The rows that share the keys of one work item are found from the block tables alone."""
 
 import os
 
@@ -28,7 +28,7 @@ def context(tables: list[list[int]], starts: list[int], lengths: list[int] | Non
 
 
 def prefixes(call: ForwardContext, tokens: int = 16) -> list[tuple[list[int], int]]:
-    """Of each item with several sequences: which, and the keys that are read for all of them."""
+    """Return for each item with several sequences which they are, and the keys that are read for all of them."""
     work = AttentionWork.of(call)
     arrays = work.items(tokens)
     some, pieces = (arrays[name] for name in names_of_items(tokens))
@@ -108,7 +108,9 @@ def test_every_row_is_finished_once_and_there_is_room_in_a_graph() -> None:
 
 
 def walked(call: ForwardContext, tokens: int = 16) -> list[list[tuple[int, int]]]:
-    """The keys that are walked for each sequence of one new token: by what is kept, in its order, then by its piece."""
+    """Return the keys that are walked for each sequence of one new token: by what is kept, in its order, then by its
+    piece.
+    """
     work = AttentionWork.of(call)
     some, pieces = (work.items(tokens)[name] for name in names_of_items(tokens))
     kept = {}
