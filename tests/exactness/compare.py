@@ -24,7 +24,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
 
 
 def trained(model: nn.Module, outputs: Sequence[RequestOutput], temperature: float, layout: str = "packed") -> Scores:
-    """The trainer's log-probabilities of the sampled tokens, in the order of `reported`."""
+    """Return the trainer's log-probabilities of the sampled tokens, in the order of `reported`."""
     pairs = [(out, sample) for out in outputs for sample in out.samples]
     if not pairs:
         return []
@@ -36,7 +36,7 @@ def trained(model: nn.Module, outputs: Sequence[RequestOutput], temperature: flo
 def assert_matches_trainer(
     model: nn.Module, outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], layout: str = "packed"
 ) -> int:
-    """Both reported numbers of every token of every sample; the count of tokens."""
+    """Compare both reported numbers of every token of every sample with the trainer's; return the count of tokens."""
     for temperature in {report_temperature(each) for each in params}:
         group = [out for out, each in zip(outputs, params, strict=True) if report_temperature(each) == temperature]
         assert_same_bits(reported(group), trained(model, group, temperature, layout))
@@ -51,7 +51,7 @@ def assert_same_samples(found: Sequence[RequestOutput], expected: Sequence[Reque
 
 
 def budget(model: nn.Module, checkpoints: int) -> float:
-    """The `state_cache_gb` that holds so many states of a hybrid model."""
+    """Return the `state_cache_gb` that holds so many states of a hybrid model."""
     layout = binding_of(model).state_layout
     return checkpoints * layout.bytes_per_checkpoint(model.get_parameter("lm_head.weight").dtype) / 2**30
 

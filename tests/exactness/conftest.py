@@ -1,4 +1,4 @@
-"""What several files of tests listen to."""
+"""Listen to what several files of tests look at."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,9 @@ from samebit.kernels.ops.rope import RotaryTables
 
 @pytest.fixture
 def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call of the kernels computed, and blocks of experts behind them; where embedding and head
-    are in it, two more."""
+    """List how many layers each call of the kernels computed, and blocks of experts behind them; where embedding and
+    head are in it, two more.
+    """
     counts: list[int] = []
 
     def counted(x: torch.Tensor, calls: Sequence[LayerCall], tables: RotaryTables) -> tuple[torch.Tensor, Any]:
@@ -34,7 +35,7 @@ _UNWRITTEN, _GUARD, _GUARD_BYTES = 0xFF, 0xA5, 1 << 18  # bytes of 0xFF are NaN 
 
 @pytest.fixture
 def rooms_with_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of layers has a room of just the size that it asked for, full of NaN, and writes nothing behind it.
+    """Give each call of layers a room of just the size that it asked for, full of NaN, with an end that stays.
 
     A kernel lays out what is in its room by itself, and the host computes the size by another formula: one that is too
     small would let the kernel write over other memory of the process.

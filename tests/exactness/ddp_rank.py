@@ -1,4 +1,4 @@
-"""One rank of replicas under DistributedDataParallel, which test_replicas.py forks: any difference raises.
+"""Run as one rank of replicas under DistributedDataParallel, which test_replicas.py forks: any difference raises.
 
 Per case: replicas whose ranks score other tokens have the bits of one process, and of its gradients the mean.
 """
@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 }
 WAYS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 IDS = torch.arange(2 * 3 * 9).view(2, 3, 9)
-"""Of each rank three rows."""
+"""Holds three rows for each rank."""
 
 
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ def check(policy: PreTrainedModel, options: dict[str, Any]) -> None:
 
 
 def check_nothing_to_score(policy: PreTrainedModel) -> None:
-    """The first rank has something: its gradients, and the others' of zero, have a mean."""
+    """Check the gradients' mean where the first rank has something to score, and the others have zeros."""
     alone, replicas = copy.deepcopy(policy), DistributedDataParallel(copy.deepcopy(policy))
     token_logprobs(alone, IDS[0]).sum().backward()
     first = dist.get_rank() == 0

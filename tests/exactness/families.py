@@ -1,4 +1,4 @@
-"""Tiny random-weight models of every bound family, with odd widths and logits that are not flat."""
+"""Make tiny random-weight models of every bound family, with odd widths and logits that are not flat."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,9 @@ def _scaled_rope(kind: str, **parameters: float) -> dict[str, Any]:
 
 
 HUGGING_FACES_CHUNK = 32
-"""Of its own scan alone, whose time grows with the square of it: longer than what it is compared on, and no more."""
+"""Holds the chunk of Hugging Face's own scan alone, whose time grows with the square of it: longer than what it is
+compared on, and no more.
+"""
 
 _MIXER = {
     "mamba_n_heads": 10,
@@ -58,7 +60,7 @@ _GRANITE = {
     **_MIXER,
 }
 _CHOICE = {"num_experts": 15, "num_experts_per_tok": 4}
-"""Experts, of which a row takes some: as many as fill no vector."""
+"""Counts experts, of which a row takes some: as many as fill no vector."""
 
 _GROUPS = {
     "n_routed_experts": 15,
@@ -190,13 +192,13 @@ _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LATENTS = tuple(_LATENT)
-"""Families with latent attention."""
+"""Lists families with latent attention."""
 
 SPARSE = tuple(name for name, (family, _) in _SPARSE.items() if hasattr(transformers, f"{family}Config"))
-"""Families with sparse attention over latents, of those that this transformers has."""
+"""Lists families with sparse attention over latents, of those that this transformers has."""
 
 FAMILIES = (*_OWN, *(LATENTS if CAMPAIGN else LATENTS[:1]))
-"""Families without states; all of those with latent attention under `make soak`, otherwise the first of them."""
+"""Lists families without states; all of those with latent attention under `make soak`, otherwise the first of them."""
 
 _FALCON = {
     **_MIXER,
@@ -327,7 +329,7 @@ _KIMI: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""What transformers 5.23 has, and 5.10.4 has not."""
+"""Holds what transformers 5.23 has, and 5.10.4 has not."""
 
 _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3Next": (
@@ -359,13 +361,13 @@ _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 KIMI = tuple(name for name in _KIMI if name in _DELTA)
-"""Those of transformers 5.23 that there are."""
+"""Lists those of transformers 5.23 that there are."""
 
 DELTAS = tuple(_DELTA)
-"""Families with Gated DeltaNet layers."""
+"""Lists families with Gated DeltaNet layers."""
 
 HYBRIDS = (*_HYBRID, *(DELTAS if CAMPAIGN else DELTAS[:1]))
-"""Families with states; all of those with Gated DeltaNet layers under `make soak`, otherwise the first of them."""
+"""Lists families with states; all with Gated DeltaNet layers under `make soak`, otherwise the first of them."""
 
 DIFFERENT_HYBRIDS = (
     "NemotronH",
@@ -378,7 +380,7 @@ DIFFERENT_HYBRIDS = (
     "Mamba2",
     "Qwen3Next",
 )
-"""Of `HYBRIDS`, each that has a forward of its own: the others are these with another option."""
+"""Lists those of `HYBRIDS` that have a forward of their own: the others are these with another option."""
 
 
 def of_families(cases: Iterable[tuple[Any, ...]], names: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -396,7 +398,7 @@ EXPERTS = (
     "GraniteMoeHybrid, experts",
     *(LATENTS if CAMPAIGN else LATENTS[:1]),
 )
-"""Families with routed experts."""
+"""Lists families with routed experts."""
 
 WITH_EXPERTS = (*EXPERTS, *LATENTS, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
 
@@ -426,14 +428,14 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A new, unbound model in evaluation mode; always the same weights."""
+    """Return a new, unbound model in evaluation mode; always the same weights."""
     config = make_config(name, **changes)
     kind = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     return _made(kind, config, name in WITH_EXPERTS, dtype)
 
 
 def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
-    """The same wrapped with a small model of vision, as Hugging Face publishes it."""
+    """Return the same wrapped with a small model of vision, as Hugging Face publishes it."""
     text = make_config(name, **changes)
     kind = type(text).__name__.removesuffix("TextConfig")
     config = getattr(transformers, f"{kind}Config")(
@@ -468,13 +470,13 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _corrections(model: PreTrainedModel) -> list[Any]:
-    """The routers that have one."""
+    """Return the routers that have a correction bias."""
     return [part for part in model.modules() if "e_score_correction_bias" in dict(part.named_buffers(recurse=False))]
 
 
 @cache
 def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 64, **changes: Any) -> PreTrainedModel:
-    """A bound model that tests share: they don't change it."""
+    """Return a bound model that tests share: they don't change it."""
     from samebit.kernels import bind
 
     return bind(make_model(name, dtype, **changes), ssm_chunk=ssm_chunk)
@@ -492,6 +494,6 @@ def paired(names: Sequence[Any], *others: Iterable[Any], shift: int = 0) -> list
 
 
 def token_ids(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Random sequences of these lengths."""
+    """Draw random sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]

@@ -1,4 +1,4 @@
-"""One rank of an FSDP2 group, which test_fsdp.py forks: any difference raises.
+"""Run as one rank of an FSDP2 group, which test_fsdp.py forks: any difference raises.
 
 Per case: a bound model, sharded as trainers shard it (every layer, an untied embedding and head, the root), gives
 the log-probabilities and, in float32, the gradients of the same model in one piece in the dtype that is computed in.
@@ -57,7 +57,7 @@ EXPERTS: dict[str, Any] = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 24,
 }
-"""With latent attention, whose ``kv_b_proj`` is called for each half of its weight."""
+"""Sets experts and latent attention, whose ``kv_b_proj`` is called for each half of its weight."""
 SPARSE: dict[str, Any] = {
     **EXPERTS,
     "num_hidden_layers": 3,
@@ -68,11 +68,13 @@ SPARSE: dict[str, Any] = {
     "index_head_dim": 27,
     "index_n_heads": 3,
 }
-"""A choice goes from one sharded layer to the next; an indexer's parameters are gathered and have no gradient."""
+"""Sets layers of which a choice goes from one sharded layer to the next; an indexer's parameters are gathered and have
+no gradient.
+"""
 
 LENGTHS = (1, 7, 130)
 ROWS_AT_ONCE = 30
-"""Of the head: less than there are."""
+"""Is the number of rows of the head that are computed at once: fewer than there are."""
 
 
 def build(kind: str, *, tied: bool, device: str = "cpu") -> PreTrainedModel:
@@ -93,14 +95,14 @@ def build(kind: str, *, tied: bool, device: str = "cpu") -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """As FSDP2 does: parameters alone."""
+    """Cast parameters alone, as FSDP2 does."""
     for parameter in model.parameters():
         parameter.data = parameter.to(dtype)
     return model
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Sequences of `LENGTHS`, padded on the right."""
+    """Return sequences of `LENGTHS`, padded on the right."""
     torch.manual_seed(5)
     width = max(LENGTHS)
     mask = (torch.arange(width)[None, :] < torch.tensor(LENGTHS)[:, None]).long()
@@ -117,7 +119,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, returned
 
 
 def sharded(mesh: DeviceMesh, dtype: torch.dtype, kind: str, *, tied: bool, checkpointing: bool) -> PreTrainedModel:
-    """Bound before its weights are there on the ranks that do not load them."""
+    """Return a sharded model, bound before its weights are there on the ranks that do not load them."""
     whole = build(kind, tied=tied)
     model = build(kind, tied=tied, device="cpu" if tied or dist.get_rank() == 0 else "meta")
     if checkpointing:
@@ -158,8 +160,9 @@ def check(mesh: DeviceMesh, dtype: torch.dtype, kind: str, *, tied: bool, checkp
 
 
 def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """A correction bias that a trainer changed reaches a receiver in float32, with experts that no two ranks have
-    equally many of; then the receiver has the trainer's bits."""
+    """Check that a correction bias that a trainer changed reaches a receiver in float32, with experts that no two ranks
+    have equally many of; then the receiver has the trainer's bits.
+    """
     model = sharded(mesh, dtype, "experts", tied=False, checkpointing=False)
     receiver = bind(cast(build("experts", tied=False), dtype))
     mlp, inputs = model.model.layers[1].mlp, batch()
@@ -181,7 +184,9 @@ def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 
 def check_nothing_to_score(mesh: DeviceMesh) -> None:
-    """The first rank has something; the others take part in its collectives, and add nothing."""
+    """Check that where only the first rank has something to score, the others take part in its collectives, and add
+    nothing.
+    """
     whole = bind(build("experts", tied=False))
     model = sharded(mesh, torch.float32, "experts", tied=False, checkpointing=False)
     inputs = batch()
@@ -200,7 +205,7 @@ def check_nothing_to_score(mesh: DeviceMesh) -> None:
 
 
 def check_results_that_are_cast(mesh: DeviceMesh) -> None:
-    """As Accelerate has FSDP2 do, with mixed precision."""
+    """Check that results that FSDP2 casts, as Accelerate has it do with mixed precision, are refused."""
     model = bind(build("dense", tied=False))
     shard(model, mesh, torch.bfloat16, torch.bfloat16)
     with pytest.raises(ValueError, match=r"log_probs came out of the model as torch.bfloat16, rounded: FSDP2"):

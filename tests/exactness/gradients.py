@@ -1,4 +1,4 @@
-"""What the gradient tests share: an oracle, a loss, and how gradients are compared."""
+"""Share what the gradient tests need: an oracle, a loss, and how gradients are compared."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +14,15 @@ from .families import make_model
 from .layouts import LAYOUTS, Scores
 
 FOLLOWED = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss", "Qwen3Next", "Qwen3_5Moe")
-"""Families whose oracle can be given the experts that the model chose; then their gradients are as near as others'."""
+"""Lists families whose oracle can be given the experts that the model chose; then their gradients are as near as
+others'.
+"""
 
 
 def hugging_face(
     model: nn.Module, sequences: list[list[int]], begin: Callable[[int], None] = lambda number: None
 ) -> Scores:
-    """Each sequence alone through Hugging Face's own forward; ``begin`` is told its number before."""
+    """Score each sequence alone by Hugging Face's own forward; ``begin`` is told its number before."""
     scores = []
     for number, sequence in enumerate(sequences):
         begin(number)
@@ -98,7 +100,8 @@ def assert_near_the_oracle(
     same_experts: bool = False,
     **changes: Any,
 ) -> None:
-    """Log-probabilities and gradients near Hugging Face's own in float64, within the two errors of `tolerance`.
+    """Check that log-probabilities and gradients are near Hugging Face's in float64, within the two errors of
+    `tolerance`.
 
     same_experts: the oracle computes each token with the experts that the model chose for it. changes: of the config.
     """

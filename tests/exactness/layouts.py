@@ -1,4 +1,4 @@
-"""The layouts in which a trainer may hand over the same sequences; each gives their log-probabilities back."""
+"""Lay the same sequences out in each way that a trainer may hand them over; each gives their log-probabilities back."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from samebit.kernels import logprobs_from_logits, token_logprobs
 from ..campaign import CAMPAIGN
 
 Scores = list[torch.Tensor]
-"""For each sequence the log-probabilities of its tokens from the second on."""
+"""Holds for each sequence the log-probabilities of its tokens from the second on."""
 
 
 def padded(sequences: Sequence[list[int]], left: bool, extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask ``[B, T]``."""
+    """Return ids and mask ``[B, T]``."""
     width = max(map(len, sequences)) + extra
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -27,7 +27,7 @@ def padded(sequences: Sequence[list[int]], left: bool, extra: int = 0) -> tuple[
 
 
 def packed(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and positions ``[1, T]``."""
+    """Return ids and positions ``[1, T]``."""
     ids = torch.tensor([token for sequence in sequences for token in sequence])[None]
     return ids, torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
 
@@ -86,7 +86,7 @@ TURNS = (
     ("left padded", "logits of a packed batch", "logits of a right-padded batch"),
     ("right padded", "packed", "logits of a left-padded batch", "two micro-batches"),
 )
-"""`LAYOUTS` of several sequences: in each turn each place of the padding, and both ways to log-probabilities."""
+"""Lists `LAYOUTS` of several sequences: in each turn each place of the padding, and both ways to log-probabilities."""
 
 
 def in_turns(families: Sequence[str], family: str) -> list[Callable[..., Scores]]:

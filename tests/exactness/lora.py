@@ -1,4 +1,4 @@
-"""Small peft models whose adapters change what is sampled."""
+"""Make small peft models whose adapters change what is sampled."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import nn
 from .families import make_model
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "in_proj", "gate_proj", "up_proj", "down_proj"]
-"""Layers that some family has: the mixer's, the attention's, those of MLPs and of shared experts."""
+"""Names layers that some family has: the mixer's, the attention's, those of MLPs and of shared experts."""
 
 AROUND_EXPERTS = ("Qwen3Moe", "GptOss", "Qwen3Next", "DeepseekV3", "Glm4MoeLite")
-"""Families whose MLPs' names are also those of their experts, which peft takes as parameters."""
+"""Lists families whose MLPs' names are also those of their experts, which peft takes as parameters."""
 
 FAMILIES = (
     *("Qwen3", "Gemma3", "Phi3", "NemotronH, experts", "GraniteMoeHybrid", "Zamba2", "OlmoHybrid", "Qwen3_5"),
@@ -33,12 +33,12 @@ SMALLER = {"Qwen3": {"num_hidden_layers": 2}}
 
 
 def lora_config(rank: int = 5, **changes: Any) -> LoraConfig:
-    """A config for adapters on `LAYERS`."""
+    """Return a config for adapters on `LAYERS`."""
     return LoraConfig(**{"r": rank, "lora_alpha": 2 * rank, "target_modules": LAYERS, **changes})
 
 
 def config_for(family: str, rank: int, *, whole: bool = True) -> LoraConfig:
-    """A config for all layers that may have one, but MLPs around experts, and what peft refuses of Mamba."""
+    """Return a config for all layers that may have one, but MLPs around experts, and what peft refuses of Mamba."""
     names = [*LAYERS, *PROJECTIONS, *MIXERS] if whole else LAYERS
     if family in AROUND_EXPERTS:
         names = [*PROJECTIONS, *MIXERS]
@@ -49,14 +49,14 @@ def config_for(family: str, rank: int, *, whole: bool = True) -> LoraConfig:
 def make_peft(
     family: str, dtype: torch.dtype = torch.float32, config: LoraConfig | None = None, **options: Any
 ) -> PeftModel:
-    """A new, unbound peft model; always the same weights."""
+    """Return a new, unbound peft model; always the same weights."""
     model = get_peft_model(make_model(family, dtype, **SMALLER.get(family, {})), config or lora_config(), **options)
     wake(model)
     return model
 
 
 def add(model: PeftModel, name: str, config: LoraConfig) -> None:
-    """One more adapter, which computes something."""
+    """Add one more adapter, which computes something."""
     model.add_adapter(name, config)
     wake(model, name, seed=1)
 

@@ -1,4 +1,6 @@
-"""A GPU's operations without a GPU: each checks that all it is given lies on one device, and computes nothing."""
+"""Replace a GPU's operations where there is no GPU: each checks that its operands lie on one device, and computes
+nothing.
+"""
 
 from typing import Any
 

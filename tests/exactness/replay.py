@@ -1,4 +1,4 @@
-"""What a worker computed under which weights, and the same computed again, alone: the oracle of mixtures.
+"""Note what a worker computed under which weights, and compute the same again, alone: the oracle of mixtures.
 
 A token that was sampled under "keep" may attend to keys of several weights. No training forward gives its
 log-probability, but an engine with one request does, which computes the same positions under the same weights.
@@ -25,8 +25,9 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a sampled token comes from: the weights that each position of its context was computed under, the last
-    ones its own. shared: up to where the KV was there before the first of them was computed, of its weights."""
+    """Says where a sampled token comes from: the weights that each position of its context was computed under, the last
+    ones its own. shared: up to where the KV was there before the first of them was computed, of its weights.
+    """
 
     context: tuple[Span, ...]
     shared: int
@@ -41,7 +42,7 @@ class Origin:
 
 
 def extended(spans: tuple[Span, ...], end: int, version: int) -> tuple[Span, ...]:
-    """`spans` with what follows, up to `end`, under `version`."""
+    """Return `spans` with what follows, up to `end`, under `version`."""
     if spans and spans[-1][1] >= end:
         return spans
     if spans and spans[-1][2] == version:
@@ -50,7 +51,7 @@ def extended(spans: tuple[Span, ...], end: int, version: int) -> tuple[Span, ...
 
 
 class Journal:
-    """Attached to a worker before its first request; keyed by (request id, sample)."""
+    """Notes what a worker computes, from before its first request on; keyed by (request id, sample)."""
 
     def __init__(self, worker: Any) -> None:
         self.context: dict[tuple[str, int], tuple[Span, ...]] = {}
@@ -86,7 +87,7 @@ def _key(sequence: Any) -> tuple[str, int]:
 
 
 class Replay:
-    """`models[v]` has the weights that `v` stands for in a context."""
+    """Computes contexts again: `models[v]` has the weights that `v` stands for in a context."""
 
     def __init__(self, models: dict[int, nn.Module], max_model_len: int, block_size: int) -> None:
         self._models = models
@@ -99,7 +100,7 @@ class Replay:
         self._engine = Engine(self._runner, cache, max_model_len)
 
     def scores(self, ids: list[int], context: tuple[Span, ...], shared: int) -> torch.Tensor:
-        """The log-probability of each token of `ids[1:]`, at temperature 1, given this context."""
+        """Return the log-probability of each token of `ids[1:]`, at temperature 1, given this context."""
         request = Request(
             "replay",
             np.array(ids, np.int64),

@@ -1,4 +1,4 @@
-"""The transports of the soak of control commands, both ends in this process."""
+"""Holds the transports of the soak of control commands, both ends in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUCKET = 1 << 14
 
 
 class Link:
-    """Both ends of a transport; one update at a time."""
+    """Holds both ends of a transport; one update at a time."""
 
     def __init__(self, name: str, sender: Any, end: Any, timeout: float) -> None:
         self.name = name
@@ -35,8 +35,9 @@ class Link:
         self._sending = ThreadPoolExecutor(1)
 
     def update(self, weights: Any, receive: Callable[[Any], Any], *, delta: bool = False) -> tuple[Any, Any]:
-        """What `receive` returns for the receiving end, and the sender's report. None: the worker has refused, and the
-        sender has heard why."""
+        """Return what `receive` returns for the receiving end, and the sender's report. None: the worker has refused,
+        and the sender has heard why.
+        """
         sent = self._sending.submit(self._sender.send, weights, delta=delta)
         report = receive(self._end)
         if report is not None:
@@ -52,7 +53,7 @@ class Link:
 
 
 def links(*, timeout: float) -> list[Link]:
-    """Over shared memory and over gloo, through buckets that hold less than a tensor."""
+    """Open links over shared memory and over gloo, through buckets that hold less than a tensor."""
     shm = SharedMemorySender(bucket_bytes=BUCKET, timeout=timeout)
     store = listening_store("127.0.0.1")
     with ThreadPoolExecutor(1) as other:

@@ -13,7 +13,7 @@ from samebit.kernels.layout.forward_context import ForwardContext, use_context
 from .layouts import Scores
 
 NextCount = Callable[[int, int], int]
-"""Tokens that a sequence (the first number) computes next, after those it has (the second)."""
+"""Says how many tokens a sequence (the first number) computes next, after those it has (the second)."""
 
 ROUTES: dict[str, NextCount] = {
     "whole": lambda sequence, done: 1000,
@@ -24,7 +24,7 @@ ROUTES: dict[str, NextCount] = {
 
 
 class Steps:
-    """The memory of a batch of sequences, filled with NaN, and the steps on it."""
+    """Holds the memory of a batch of sequences, filled with NaN, and runs the steps on it."""
 
     def __init__(self, model: PreTrainedModel, num_sequences: int, block_size: int = 64, max_len: int = 320) -> None:
         binding = binding_of(model)
@@ -47,7 +47,7 @@ class Steps:
     def run(
         self, pieces: Sequence[tuple[int, int, list[int]]], padding: int = 0, captures: Sequence[Sequence[int]] = ()
     ) -> list[torch.Tensor]:
-        """Logits of each piece: (sequence, tokens before it, its tokens)."""
+        """Return the logits of each piece: (sequence, tokens before it, its tokens)."""
         counts = np.array([len(tokens) for _, _, tokens in pieces])
         starts = np.array([start for _, start, _ in pieces], np.int32)
         ends = np.cumsum(counts)
@@ -73,7 +73,7 @@ class Steps:
 def stepwise(
     model: PreTrainedModel, sequences: Sequence[list[int]], next_count: NextCount, temperature: float, block_size: int
 ) -> Scores:
-    """Log-probabilities of each sequence's tokens from the second on, computed in steps of a changing batch."""
+    """Score each sequence's tokens from the second on, computed in steps of a changing batch."""
     steps = Steps(model, len(sequences), block_size)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)

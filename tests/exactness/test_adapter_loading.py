@@ -43,7 +43,7 @@ def params(name: str | None = "policy") -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def policy() -> PeftModel:
-    """A trainer's model; tests give it other weights."""
+    """Give a trainer's model; tests give it other weights."""
     model = make_peft("Qwen3")
     add(model, "ref", lora_config(3, use_rslora=True, rank_pattern={"down_proj": 7}))
     return bind(model)
@@ -51,14 +51,14 @@ def policy() -> PeftModel:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[RolloutWorker]:
-    """A worker on a base model that nobody trains."""
+    """Give a worker on a base model that nobody trains."""
     with RolloutWorker(make_model("Qwen3", num_hidden_layers=2), config=CONFIG) as worker:
         yield worker
 
 
 @pytest.fixture
 def folder(policy: PeftModel, tmp_path: Path) -> Path:
-    """The adapters of the trainer in peft's format, "ref" in a folder of its own."""
+    """Save the adapters of the trainer in peft's format, "ref" in a folder of its own."""
     policy.save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
 
@@ -105,7 +105,7 @@ def test_every_way_in_gives_the_trainers_bits(policy: PeftModel, worker: Rollout
 
 
 def test_a_model_whose_layers_lie_elsewhere(tmp_path: Path) -> None:
-    """Mamba2's are under `backbone`, where others have `model`."""
+    """An adapter finds the layers of Mamba2, which are under `backbone`, where others have `model`."""
     config = lora_config(3, target_modules=["in_proj"])
     trainer = bind(make_peft("Mamba2", config=config))
     trainer.save_pretrained(tmp_path)
@@ -120,7 +120,9 @@ def test_a_model_whose_layers_lie_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("family", FAMILIES if CAMPAIGN else ("Qwen3_5", "Qwen3Next"))
 def test_no_layer_of_any_family_leaves_its_adapter_out(family: str) -> None:
-    """Rows without gradients multiply several layers at once: here the base model's own, there those of peft."""
+    """No layer leaves its adapter out, though rows without gradients multiply several layers at once: in the worker
+    those are the base model's own, in the trainer those of peft.
+    """
     config = config_for(family, 3)
     trainer = bind(make_peft(family, config=config))
     with RolloutWorker(make_model(family, **SMALLER.get(family, {})), config=CONFIG) as worker:
@@ -139,7 +141,9 @@ def test_over_broadcast(policy: PeftModel, worker: RolloutWorker, folder: Path) 
 
 
 def test_a_new_version_leaves_others_alone(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:
-    """A request that has begun ends under what it began with; what is cached of other adapters is hit again."""
+    """A request that has begun ends under the version that it began with; what is cached of other adapters is hit
+    again.
+    """
     worker.load_adapter("policy", folder)
     worker.load_adapter("ref", folder / "ref")
     (expected,) = worker.generate(PROMPTS[:1], LONG)
@@ -176,7 +180,7 @@ def test_loads_at_once_under_one_name_have_versions_of_their_own(policy: PeftMod
 
 
 def test_nothing_is_left_of_names_that_are_loaded_and_dropped(policy: PeftModel, worker: RolloutWorker) -> None:
-    """A trainer may give each step's adapter a name of its own, for days; a fleet's replicas are given such names."""
+    """A name that was loaded and dropped leaves nothing: a trainer may name each step's adapter anew, for days."""
     source = tensors(policy)
     for step in range(3):
         worker.load_adapter(f"step-{step}", source, config=lora_config())
@@ -199,7 +203,7 @@ def test_a_worker_from_a_folder_of_peft(policy: PeftModel, folder: Path, tmp_pat
 
 
 def test_an_adapter_may_call_its_model_something_else(worker: RolloutWorker, folder: Path) -> None:
-    """As the folder of a snapshot is not called like the model: peft has nothing to warn of."""
+    """An adapter may call its model something else, such as a snapshot's folder: peft has nothing to warn of."""
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/model"}))
     with warnings.catch_warnings():
@@ -213,7 +217,9 @@ def begun(way: str) -> LoraConfig:
 
 
 def test_an_adapter_that_changed_its_model_is_refused_before_that_is_loaded(folder: Path) -> None:
-    """The model that the folder names is not there."""
+    """An adapter that changed its model is refused before that is looked for: the one that its folder names is not
+    there.
+    """
     config = json.loads((folder / "adapter_config.json").read_text())
     config |= {"init_lora_weights": "pissa", "base_model_name_or_path": "org/model"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -311,7 +317,9 @@ def test_a_folder_of_another_peft_may_have_fields_that_are_off(
 def test_the_stream_of_an_adapter_that_is_refused_is_gone_through(
     policy: PeftModel, worker: RolloutWorker, name: str, options: dict[str, Any], error: type[Exception]
 ) -> None:
-    """The trainer's other ranks gather it too, and would wait."""
+    """The stream of an adapter that is refused is read to its end: the trainer's other ranks gather it too, and would
+    wait.
+    """
     gathered: list[str] = []
     with pytest.raises(error):
         worker.load_adapter(name, noted_stream(tensors(policy), gathered), **options)

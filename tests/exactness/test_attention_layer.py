@@ -25,7 +25,7 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 
 @pytest.fixture
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each layer had that was computed in one call."""
+    """List how many rows each layer had that was computed in one call."""
     rows: list[int] = []
     prepare = attention_layer.attention_call
 
@@ -76,7 +76,9 @@ def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5"])
 def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
-    """Also those of two kinds, of attention and of Gated DeltaNet."""
+    """All layers of a step are one call where nobody listens, also those of attention and of Gated DeltaNet in one
+    model.
+    """
     model = bound_model(family)
     at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
     layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
@@ -135,7 +137,9 @@ def test_a_loaded_adapter_and_the_model_alone_are_one_call_each(layers_in_one_ca
 
 
 def test_a_call_that_is_found_again_sees_what_changed_meanwhile() -> None:
-    """A hook, a weight of other numbers that nobody was told of, and a weight that is another tensor."""
+    """A call that is found again sees what changed meanwhile: a hook, a weight of other numbers that nobody was told
+    of, and a weight that is another tensor.
+    """
     model = make_model("Qwen3")
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:

@@ -1,4 +1,4 @@
-"""`samebit bench`: its bytes are those allocated and those of the documented formula; its speed is measured."""
+"""`samebit bench` tells bytes that are those allocated and those of the documented formula, and measures its speed."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def figures(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[st
 
 
 def formula(name: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a checkpoint and of a running sequence, as docs/prefix-cache.md has them."""
+    """Return the bytes of a checkpoint and of a running sequence, as docs/prefix-cache.md has them."""
     layout = binding_of(bound_model(name, dtype)).state_layout
     shape, layers, w = layout.shape, layout.num_layers, dtype.itemsize
     heads, p, n, groups, taps = shape.heads, shape.head_dim, shape.state_size, shape.groups, shape.taps
@@ -101,7 +101,7 @@ def test_what_can_not_be_measured_is_one_line(
 
 @pytest.mark.parametrize("command", ["check", "bench"])
 def test_the_help_says_that_a_seed_chooses_the_prompts_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Samples have seeds of their own, one a request."""
+    """A seed chooses the prompts alone, as the help says: samples have seeds of their own, one a request."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     assert "--seed N of the random prompts (0) --json" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""What `bind` refuses, by name and without a trace, and what a bound model does not do."""
+"""`bind` refuses by name and leaves no trace, and a bound model refuses what it can not do."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ LONGROPE = {
 
 EVERY_FAMILY = (*FAMILIES, *LATENTS, *SPARSE, *HYBRIDS, *DELTAS)
 MAMBA, ATTENTION = "(mamba|linear_attention)", "(full_)?attention"
-"""What configs call these layers: before transformers 5.13, and since."""
+"""Names these layers as configs did before transformers 5.13, and as they do since."""
 GRANITES = f"{MAMBA}, (attention, )?full_attention"
 
 
@@ -67,7 +67,7 @@ def hybrid_with(name: str, module: nn.Module) -> nn.Module:
 
 
 def with_tensor(name: str, path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A model of which one parameter or buffer is another one."""
+    """Return a model of which one parameter or buffer is another one."""
     model = make_model(name)
     parent, _, leaf = path.rpartition(".")
     holder = model.get_submodule(parent)
@@ -78,7 +78,7 @@ def with_tensor(name: str, path: str, change: Callable[[torch.Tensor], torch.Ten
 
 
 def with_attribute(name: str, path: str, **attributes: Any) -> nn.Module:
-    """A model of which one module has other attributes."""
+    """Return a model of which one module has other attributes."""
     model = make_model(name)
     for key, value in attributes.items():
         setattr(model.get_submodule(path), key, value)
@@ -93,18 +93,18 @@ CONVOLUTION_BIAS = {
     "Zamba2": "use_conv_bias",
     "Mamba2": "use_conv_bias",
 }
-"""The config's key, by family."""
+"""Names the config's key, by family."""
 
 
 def with_convolution_bias(name: str, bias: nn.Parameter | None) -> nn.Module:
-    """A hybrid model whose first convolution has this bias, whatever its config says."""
+    """Return a hybrid model whose first convolution has this bias, whatever its config says."""
     model = make_model(name)
     next(module for module in model.modules() if isinstance(module, nn.Conv1d)).bias = bias
     return model
 
 
 class Adapter(nn.Linear):
-    """A linear layer with something more in its forward."""
+    """Is a linear layer that does something more in its forward."""
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def assert_refused(model: nn.Module, message: str) -> None:
-    """By name, and left as it was."""
+    """Check that a model is refused by name, and left as it was."""
     before = {key: dict(module.__dict__) for key, module in model.named_modules()}
     with pytest.raises(BindingError, match=message):
         bind(model)
@@ -305,7 +305,7 @@ def test_attentions_are_refused_where_the_config_asks_for_them() -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Bamba", "Mamba2"])
 def test_a_packed_batch_needs_positions(family: str) -> None:
-    """What a collator gives other kernels instead says nothing to a bound model."""
+    """A packed batch needs positions: what a collator gives other kernels instead says nothing to a bound model."""
     model, (first, second) = bound_model(family), token_ids(5, 7)
     options = {"return_seq_idx": True, "return_flash_attn_kwargs": True}
     packed, bare = (
@@ -321,7 +321,9 @@ def test_a_packed_batch_needs_positions(family: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in dict.fromkeys(EVERY_FAMILY) if "," not in name])
 def test_hugging_faces_generation_is_refused_where_it_needs_a_cache(name: str) -> None:
-    """Without one it computes every token anew, which is right."""
+    """Hugging Face's generation is refused where it needs a cache. Without one it computes every token anew, which is
+    right.
+    """
     model, prompt = bound_model(name), torch.tensor(token_ids(6))
     with pytest.raises(ValueError, match=r"Hugging Face cache.*generate with samebit\.rollout\.RolloutWorker"):
         model.generate(prompt, max_new_tokens=3, do_sample=False)

@@ -50,7 +50,7 @@ class Wrapper(nn.Module):
 
 
 class Same(nn.Linear):
-    """Another class for an object that stays."""
+    """Is another class for an object that stays."""
 
 
 class Twice(nn.Module):
@@ -282,7 +282,7 @@ def test_an_idle_dropout_that_wakes_up() -> None:
 
 
 def wrapped_layers(model: Any) -> None:
-    """Gradient checkpointing as torch's own trainers do it."""
+    """Wrap layers in gradient checkpointing as torch's own trainers do."""
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = checkpoint_wrapper(layer)
 
@@ -322,7 +322,9 @@ LEGAL: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForCausalLM"])
 def test_a_wrapper_of_checkpointing_around_all_layers_is_refused(kind: str) -> None:
-    """What it recomputes is the call of the decoder alone, which does not say where sequences begin."""
+    """A wrapper of checkpointing around all layers is refused: what it recomputes is the call of the decoder alone,
+    which does not say where sequences begin.
+    """
     model = bind(make_model("Llama"))
     outer = nn.ModuleDict({"policy": model})
     expected = token_logprobs(model, IDS)
@@ -349,7 +351,9 @@ def test_a_wrapper_of_checkpointing_around_all_layers_of_a_model_with_vision_is_
 
 
 def test_wrappers_of_checkpointing_around_layers_keep_the_gradients_of_several_sequences() -> None:
-    """Of as many tokens as there are in one chunk, so that nothing but the layout tells them apart."""
+    """Wrappers of checkpointing keep the gradients of two sequences of as many tokens as there are in one chunk, so
+    that nothing but the layout tells them apart.
+    """
     model = bind(make_model("Llama"))
     ids = torch.arange(128).view(2, 64)
     expected = torch.autograd.grad(token_logprobs(model, ids).sum(), list(model.parameters()))
@@ -417,13 +421,15 @@ def test_hooks_of_all_modules_see_those_that_may_be_computed_together(adapted: b
 
 
 def is_computed(module: nn.Module) -> bool:
-    """Whether it multiplies or normalises."""
+    """Tell whether a module multiplies or normalises."""
     return isinstance(module, nn.Linear) or "Norm" in type(module).__name__
 
 
 @pytest.mark.parametrize("name", ["", "model"])
 def test_a_hook_on_the_model_or_its_decoder_sees_what_transformers_makes(name: str) -> None:
-    """In a rollout nobody else reads it, so it is not made."""
+    """A hook on the model or its decoder sees what transformers makes. In a rollout nobody else reads it, so without a
+    hook it is not made.
+    """
     model = bind(make_model("Qwen3"))
     seen = []
     model.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output))
@@ -436,7 +442,7 @@ def test_a_hook_on_the_model_or_its_decoder_sees_what_transformers_makes(name: s
 
 
 def spoil(model: nn.Module) -> None:
-    """Whoever computes with these weights, now or later, has NaN."""
+    """Fill weights with NaN, which whoever computes with them has, now or later."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -465,7 +471,7 @@ def test_a_copy_computes_with_its_own_weights(name: str, prepare: Callable[[Any]
 
 
 def test_a_copy_whose_forward_would_run_the_model_it_was_copied_from_is_refused() -> None:
-    """A function knows no other model than the one that it was made for."""
+    """A copy is refused whose forward would run the model that it was copied from, as a wrapped forward does."""
     model = bind(make_model("Llama"))
     model.forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(model.forward)
     token_logprobs(model, IDS)

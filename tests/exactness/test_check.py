@@ -1,4 +1,4 @@
-"""`samebit check`: what it prints, what it exits with, and that it can find a difference."""
+"""`samebit check` prints what it should, exits as it should, and can find a difference."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ from .lora import make_peft
 
 @pytest.fixture
 def no_weights_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are about other rows."""
+    """Leave the rows of weights out, in tests that are about other rows."""
     leave_out(monkeypatch, "weights")
 
 
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture
 def processes_are_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that the command starts."""
+    """Let the processes that the command starts be forks."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.join(forks.python())} "$@"\n')
     python.chmod(0o700)
@@ -68,7 +68,9 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_json_is_one_object_and_nothing_else(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Under `make soak` with as many sleeps and steps as users get; otherwise few, in which each order is."""
+    """With --json the output is one object and nothing else. Under `make soak` with as many sleeps and steps as users
+    get; otherwise few, in which each order is.
+    """
     if not CAMPAIGN:
         request.getfixturevalue("processes_are_forks")
     cycles, steps = (weight_updates.CYCLES, weight_updates.STEPS) if CAMPAIGN else (4, 12)
@@ -140,7 +142,9 @@ def test_another_formula_in_the_trainer_is_found(
 def test_a_module_that_is_bound_to_another_function_is_far_from_transformers(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All other rows compare samebit with itself, so none of them can see it."""
+    """A module that is bound to another function is far from transformers in one row: all other rows compare samebit
+    with itself, so none of them can see it.
+    """
 
     def bound_wrongly(module: Any) -> Any:
         module.config.final_logit_softcapping = 1.0
@@ -165,13 +169,15 @@ def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pyte
 
 EVERY = [(name, dtype) for name in (*FAMILIES, *SPARSE, *HYBRIDS) for dtype in DTYPES]
 FEW = [("Mamba2", torch.float32)]
-"""`test_another_grid_of_states` has the rows of attention beside states, and of experts."""
+"""Lists the one family of `make test`: `test_another_grid_of_states` has the rows of attention beside states, and of
+experts.
+"""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "dtype"), EVERY if CAMPAIGN else FEW)
 def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Under `make soak` all families and all rows; otherwise one, without the rows that change weights."""
+    """Every family passes all rows under `make soak`; otherwise one does, without the rows that change weights."""
     if not CAMPAIGN:
         request.getfixturevalue("no_weights_part")
     model = make_model(name, dtype)
@@ -190,7 +196,9 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
 
 
 def test_the_row_beside_transformers_caps_what_the_model_caps(tmp_path: Path) -> None:
-    """transformers' SDPA, which it takes for a loaded model, leaves out the cap of Gemma-2's scores."""
+    """The row beside transformers caps scores where the model does: SDPA, which transformers takes for a loaded model,
+    leaves out the cap of Gemma-2.
+    """
     make_model("Gemma2").save_pretrained(tmp_path)
     row = next(iter(check.check_model(tmp_path)))
     assert row.tokens
@@ -201,7 +209,9 @@ def test_the_row_beside_transformers_caps_what_the_model_caps(tmp_path: Path) ->
 def test_the_adapter_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Merged weights differ, which is told and no failure; another scale in a worker is one."""
+    """A folder of an adapter is checked: that merged weights differ is told and no failure; another scale in a worker
+    is one.
+    """
     model = make_peft("Qwen3")
     make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
@@ -318,7 +328,7 @@ def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_update_that_fails_ends_the_sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, not after the minutes that the other side is waited for."""
+    """An update that fails ends the sending at once, not after the minutes that the other side is waited for."""
     errors = []
 
     class Sender(SharedMemorySender):
@@ -345,7 +355,9 @@ def test_an_update_that_fails_ends_the_sending(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_of_a_large_model_the_first_weights_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of an 8B model, with what an optimizer keeps, would not fit a GPU beside the copies that are compared."""
+    """Only the first weights of a large model are trained: all of an 8B model, with what an optimizer keeps, would not
+    fit a GPU beside the copies that are compared.
+    """
     monkeypatch.setattr(weight_updates, "STEPS", 2)
     monkeypatch.setattr(weight_updates, "TRAINED_BYTES", 900_000)
     weights = WeightsCheck(bind(make_model("Qwen3", torch.float32)), ([[1, 2, 3]], [SamplingParams(seed=1)]), [], 32)
@@ -409,7 +421,9 @@ def test_bad_arguments(arguments: list[str]) -> None:
 def test_idle_threads_of_a_command_sleep_unless_the_user_says_otherwise(
     own: dict[str, str], policy: str, spins: str
 ) -> None:
-    """OpenMP prints what it read when it was loaded, which is before the command could say it in its own process."""
+    """Idle threads of a command sleep unless the user says otherwise. OpenMP prints what it read when it was loaded,
+    which is before the command could say it in its own process.
+    """
     program = "import sys; sys.modules['safetensors'] = None; from samebit.rollout import cli; sys.exit(cli.main())"
     command = [sys.executable, "-c", program, "check", "nothing"]
     others = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}

@@ -1,4 +1,4 @@
-"""`samebit check` that ends without an answer: that is no difference, and an unforeseen error says where it began."""
+"""`samebit check` that ends without an answer finds no difference, and an unforeseen error says where it began."""
 
 import os
 import subprocess
@@ -52,7 +52,9 @@ def test_what_ends_a_check_is_no_difference(
     ("command", "threads"), [("check", {}), ("bench", {"OMP_WAIT_POLICY": "passive"}), ("serve", {})]
 )
 def test_libraries_that_can_not_be_loaded_are_no_difference(command: str, threads: dict[str, str]) -> None:
-    """As in an image without libgomp: the line says what to install. It is loaded first, torch is not there either."""
+    """A library that can not be loaded is no difference: in an image without libgomp the line says what to install. It
+    is loaded first; torch is not there either.
+    """
     program = (
         "import sys; sys.modules.update({'numba.np.ufunc.omppool': None, 'torch': None}); "
         "from samebit.rollout import cli; sys.exit(cli.main())"
@@ -71,7 +73,9 @@ def test_libraries_that_can_not_be_loaded_are_no_difference(command: str, thread
 
 
 def test_where_compiled_code_can_be_kept_nowhere_a_line_says_what_to_set() -> None:
-    """As in a container whose user has no home, and whose packages are root's."""
+    """Where compiled code can be kept nowhere, a line says what to set: in a container whose user has no home, and
+    whose packages are root's.
+    """
     own = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "OMP_WAIT_POLICY": "passive"}
     others = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     command = [sys.executable, "-m", "samebit.rollout.cli", "check", "nothing"]
@@ -83,7 +87,9 @@ def test_where_compiled_code_can_be_kept_nowhere_a_line_says_what_to_set() -> No
 
 
 def test_a_generation_config_that_transformers_warns_about_ends_no_check() -> None:
-    """Transformers does not save it. It may be where a chat model has its end tokens."""
+    """A generation config that transformers warns about, and does not save, ends no check. A chat model may have its
+    end tokens in it.
+    """
     model = make_model("Qwen3", torch.bfloat16)
     prompt, params = [[1, 2, 3]], [SamplingParams(max_tokens=8, seed=1)]
     with RolloutWorker(model, config=RolloutConfig(max_model_len=32)) as worker:
@@ -99,7 +105,9 @@ def test_a_generation_config_that_transformers_warns_about_ends_no_check() -> No
 
 
 def test_a_worker_that_is_compared_does_not_test_itself() -> None:
-    """On a GPU it would by default, and end a check that is to say what differs."""
+    """A worker that is compared does not test itself, as it would by default on a GPU, and end a check that is to say
+    what differs.
+    """
     model = make_model("Qwen3", torch.bfloat16)
     assert compared_config(model).self_test is False
     assert compared_config(model, self_test=True).self_test is True

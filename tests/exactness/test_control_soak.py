@@ -1,4 +1,4 @@
-"""Thousands of control commands from four threads against a loaded worker: every token can be accounted for.
+"""Give thousands of control commands from four threads to a loaded worker: every token can be accounted for.
 
 Checked bit for bit, for every request that was submitted:
 
@@ -46,13 +46,13 @@ COMMANDS = 20
 CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "8"))
 THREADS = 4
 LOAD = 12
-"""Requests in flight."""
+"""Counts the requests in flight."""
 WITHOUT_LOCK = ("stats", "abort")
 WEIGHTS = 4
 """Sets of them. The last two differ in the first parameter alone."""
 MAX_LEN = 192
 PATIENCE = 300 + 0.5 * COMMANDS * CASES
-"""Seconds after which whoever still runs is stuck."""
+"""Is the number of seconds after which whoever still runs is stuck."""
 STEMS = token_ids(150, 150, 150, seed=3)
 REFUSALS = (
     "the weights are asleep",
@@ -64,7 +64,7 @@ REFUSALS = (
 
 
 class Soak:
-    """The worker, its weights by number, and what is known of both."""
+    """Holds the worker, its weights by number, and what is known of both."""
 
     def __init__(self, family: str, dtype: torch.dtype, while_asleep: str, folder: Path) -> None:
         self.models = [bind(_weights(family, dtype, number)) for number in range(WEIGHTS)]
@@ -95,7 +95,7 @@ class Soak:
         self._alone = threading.Lock()
 
     def took_the_lock(self) -> int:
-        """Commands that were carried out with it."""
+        """Count the commands that were carried out with the lock."""
         with self._counting:
             return sum(count for name, count in self.done.items() if name not in WITHOUT_LOCK)
 
@@ -104,7 +104,7 @@ class Soak:
             self.ways[what] += 1
 
     def act(self, name: str, call: Callable[[], Any]) -> Any:
-        """One command; one that is refused says why, and counts apart."""
+        """Give one command; one that is refused says why, and counts apart."""
         try:
             result = call()
         except WorkerStateError as error:
@@ -118,7 +118,7 @@ class Soak:
         return result
 
     def update(self, rng: random.Random) -> Any:
-        """A full one, beside those of the other threads."""
+        """Send all weights, beside the updates of the other threads."""
         number = rng.randrange(WEIGHTS)
         link = rng.choice(self.links)
         with self._updates:
@@ -133,7 +133,7 @@ class Soak:
             return self._note(report, number)
 
     def update_alone(self, rng: random.Random) -> None:
-        """One that builds on the weights that are there: no other comes in between, but any other command."""
+        """Update what builds on the weights that are there: no other update comes in between, but any other command."""
         with ExitStack() as stack:
             stack.enter_context(self._alone)
             for _ in range(THREADS):
@@ -144,7 +144,7 @@ class Soak:
                 self._update_by_delta(rng)
 
     def _update_part(self, rng: random.Random) -> None:
-        """From one of the last two sets to the other."""
+        """Update from one of the last two sets to the other."""
         now = self.weights_of_version[self.worker.weight_version]
         if now < WEIGHTS - 2:
             now = WEIGHTS - 2
@@ -156,7 +156,7 @@ class Soak:
             self.count("partial")
 
     def _update_by_delta(self, rng: random.Random) -> None:
-        """Twice over one link: what the second can build on is what the first has brought."""
+        """Send two updates over one link: what the second can build on is what the first has brought."""
         link = rng.choice(self.links)
         with link.free:
             for number in rng.sample(range(WEIGHTS), 2):
@@ -228,14 +228,14 @@ class Soak:
                 self.let_it_work(rng.randrange(1, 40))
 
     def let_it_work(self, steps: int) -> None:
-        """For so many steps, or a moment: it may be asleep."""
+        """Wait for so many steps, or a moment: it may be asleep."""
         counters = self.worker._engine.counters
         until, deadline = counters.steps + steps, time.monotonic() + 0.2
         while counters.steps < until and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def feeder(self, stop: threading.Event) -> None:
-        """Prompts that extend common stems, and answers of earlier requests."""
+        """Feed prompts that extend common stems, and answers of earlier requests."""
         rng = random.Random(99)
         slots = [None] * LOAD
         while not stop.is_set():
@@ -334,7 +334,7 @@ def run(soak: Soak) -> None:
 
 
 def assert_none_lost(soak: Soak, outputs: list[RequestOutput], stats: dict[str, float]) -> None:
-    """Each request ended once, each token was counted once, each update has one version."""
+    """Check that each request ended once, each token was counted once, each update has one version."""
     assert len({out.request_id for out in outputs}) == len(outputs) == len(soak.handles)
     assert stats["requests_finished"] + stats["requests_aborted"] == len(outputs)
     assert stats["requests_failed"] == stats["running"] == stats["waiting"] == 0
@@ -348,7 +348,7 @@ def assert_none_lost(soak: Soak, outputs: list[RequestOutput], stats: dict[str, 
 
 
 def check_against_oracles(soak: Soak, outputs: list[RequestOutput]) -> dict[str, int]:
-    """The tokens that each oracle has checked."""
+    """Return the count of tokens that each oracle has checked."""
     replay = Replay(
         {version: soak.models[number] for version, number in soak.weights_of_version.items()}, MAX_LEN, soak.block_size
     )
@@ -382,7 +382,7 @@ def _versions(spans: list[tuple[int, int, int]]) -> list[int]:
 
 
 def _check_versions(soak: Soak, out: RequestOutput, sample: SampleOutput, origins: list[Any]) -> None:
-    """What the sample says of itself is what was done."""
+    """Check that what the sample says of itself is what was done."""
     assert _versions(sample.weight_versions) == [origin.version for origin in origins]
     assert _versions(sample.context_versions) == [origin.oldest for origin in origins]
     computed = soak.journal.kv.get((out.request_id, sample.index), ())
@@ -403,7 +403,7 @@ def _up_to(spans: tuple[Span, ...], stop: int) -> tuple[Span, ...]:
 
 
 def _check_mixtures(replay: Replay, out: RequestOutput, sample: SampleOutput, mixed: dict[Any, list[int]]) -> int:
-    """One replay for all tokens of a life: the longest context begins with all the others."""
+    """Check all tokens of a life by one replay: the longest context begins with all the others."""
     start = len(out.prompt_token_ids)
     ids = out.prompt_token_ids + sample.token_ids
     left = dict(mixed)
@@ -418,7 +418,7 @@ def _check_mixtures(replay: Replay, out: RequestOutput, sample: SampleOutput, mi
 
 
 def _begins(longer: tuple[Any, ...], shorter: tuple[Any, ...]) -> bool:
-    """Whether `longer` goes on from `shorter`."""
+    """Tell whether `longer` goes on from `shorter`."""
     *whole, (start, end, version) = shorter
     count = len(shorter)
     return longer[: count - 1] == tuple(whole) and longer[count - 1][::2] == (start, version) and end <= longer[-1][1]
@@ -442,7 +442,9 @@ def _check_with_trainer(model: Any, temperature: float, group: list[Any]) -> int
 
 
 def _check_with_fresh_requests(soak: Soak, outputs: list[RequestOutput]) -> int:
-    """Each run of tokens over one version: a request for its context, with the same seed, goes on with the same."""
+    """Check each run of tokens over one version: a request for its context, with the same seed, goes on
+    with the same.
+    """
     wanted: dict[int, list[tuple[list[int], SamplingParams, SampleOutput, int]]] = defaultdict(list)
     for out, params in zip(outputs, soak.params, strict=True):
         if params.n > 1:

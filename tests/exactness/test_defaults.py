@@ -1,4 +1,4 @@
-"""What a caller has made torch's default dtype or device changes nothing: trainers set them and leave them set."""
+"""Nothing changes with what a caller has made torch's default dtype or device: trainers set them and leave them set."""
 
 import copy
 from collections.abc import Iterator
@@ -48,7 +48,9 @@ def test_a_worker_answers_as_ever() -> None:
 
 
 def test_angles_are_those_of_the_host() -> None:
-    """A GPU's powers are other numbers: a worker in another process, without this default, would turn otherwise."""
+    """Angles are computed on the host whatever the default device: a GPU's powers are other numbers, and a worker in
+    another process, without this default, would turn otherwise.
+    """
     model = make_model("Llama, rope yarn", torch.float32)
     with torch.device("meta"):
         bind(model)

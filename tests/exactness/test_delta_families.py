@@ -1,4 +1,6 @@
-"""Families with Gated DeltaNet layers that `HYBRIDS` leaves to `make soak`, and what is special in their layers."""
+"""Families with Gated DeltaNet layers that `HYBRIDS` leaves to `make soak` are exact, and so is what is special in
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ from .steps import ROUTES, stepwise
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
 NEAR = {torch.float32: 7e-7, torch.bfloat16: 0.03}
-"""At most twice what was seen: 4.4e-7 (Hugging Face computes the delta rule in float32 even where the model is
-float64), and .015 of Qwen3.5-MoE, whose rounded rows go to other experts; without experts .0035."""
+"""Allows at most twice what was seen: 4.4e-7 (Hugging Face computes the delta rule in float32 even where the model is
+float64), and .015 of Qwen3.5-MoE, whose rounded rows go to other experts; without experts .0035.
+"""
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(DELTAS[1:], DTYPES))
@@ -46,7 +49,9 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
 
 
 def test_convolutions_that_a_folder_holds_apart(tmp_path: Path) -> None:
-    """OLMo-hybrid's folders do, and its class under transformers 5.23 has one for q, k and v."""
+    """Convolutions that a folder holds apart, as those of OLMo-hybrid do, are loaded and updated; under transformers
+    5.23 its class has one for q, k and v.
+    """
     model = bind(make_model("OlmoHybrid"))
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

@@ -40,13 +40,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         [5],
     ),
 }
-"""The family of a model, what is changed in it, and how many layers and blocks of experts each call of a step
-computes, embedding and head among them."""
+"""Gives the family of a model, what is changed in it, and how many layers and blocks of experts each call of a step
+computes, embedding and head among them.
+"""
 
 
 @pytest.fixture
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The mixers of layers that were computed in one call, and how many rows they had."""
+    """List the mixers of layers that were computed in one call, and how many rows they had."""
     calls: list[tuple[str, int]] = []
 
     def count(module: object, name: str) -> None:
@@ -66,7 +67,7 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
 
 
 def names_of(model: nn.Module, part: str) -> list[str]:
-    """The names of the modules called so in the layers of a model."""
+    """Return the names of the modules called so in the layers of a model."""
     return [name for name, _ in model.named_modules() if name.endswith(f".{part}") and ".layers." in name]
 
 
@@ -144,7 +145,9 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
 def test_a_call_that_is_found_again_sees_what_changed_meanwhile(
     family: str, projection: str, dtype: torch.dtype
 ) -> None:
-    """Parameters of other numbers that nobody was told of, those of the gates among them."""
+    """A call that is found again sees parameters of other numbers that nobody was told of, those of the gates among
+    them.
+    """
     model = make_model(family, dtype)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:

@@ -56,7 +56,7 @@ def on_meta(name: str) -> PreTrainedModel:
 
 
 def moved(model: Any) -> Any:
-    """The bound model, its angles' frequencies too: those are sent once, before a graph is recorded."""
+    """Move the bound model, its angles' frequencies too: those are sent once, before a graph is recorded."""
     model = bind(model).to(META)
     for module in model.modules():
         facts = module.__dict__.get("samebit")
@@ -69,7 +69,7 @@ def step(
     model: nn.Module, lengths: tuple[int, ...], starts: tuple[int, ...],
     adapters: RowAdapters = RowAdapters.all_through(None),  # noqa: B008 (it is frozen)
 ) -> ForwardContext:  # fmt: skip
-    """A step of these sequences, with a row of padding behind them; its layout has been sent."""
+    """Lay out a step of these sequences, with a row of padding behind them; its layout has been sent."""
     binding, counts = binding_of(model), np.array(lengths, np.int32)
     numbers = np.arange(len(lengths), dtype=np.int32)
     host = ForwardContext(
@@ -111,7 +111,9 @@ def test_rows_of_adapters_are_sent_once_for_all_layers() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in KIMI])
 def test_a_training_call_and_its_gradients_stay_on_the_device(name: str) -> None:
-    """But for the gradients of Kimi Delta Attention, which are torch operations that wait."""
+    """A training call and its gradients stay on the device, but for those of Kimi Delta Attention, which are torch
+    operations that wait.
+    """
     model, context = on_meta(name).train(), training_context((2, 7), None, None, META)
     ids, kept = (torch.empty(shape, dtype=torch.int64, device=META) for shape in ((1, 14), (12,)))
     scoring = Scoring(torch.empty_like(kept), torch.empty(12, device=META), with_entropy=True)

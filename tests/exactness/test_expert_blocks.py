@@ -1,4 +1,4 @@
-"""Blocks of routed experts by themselves, as DeepSeek's: what groups and methods choose."""
+"""Blocks of routed experts by themselves, as DeepSeek's, are exact in what groups and methods choose."""
 
 from importlib import import_module
 from typing import Any
@@ -41,7 +41,7 @@ KNOWN = {family.prefix: family for family in FAMILIES.values()}
 
 
 def make_block(case: str, dtype: torch.dtype) -> Any:
-    """Not bound; always the same weights."""
+    """Make a block that is not bound; always the same weights."""
     prefix, name, changes = CASES[case]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **changes})
     config._experts_implementation = "eager"

@@ -27,7 +27,7 @@ SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "s
 
 @pytest.fixture
 def blocks_in_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each block had that was computed in the call of its layer."""
+    """List how many rows each block had that was computed in the call of its layer."""
     rows: list[int] = []
     prepare = one_call.block_call
 
@@ -42,7 +42,7 @@ def blocks_in_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """The names of the blocks of experts."""
+    """Return the names of the blocks of experts."""
     return [name.removesuffix(".gate") for name, _ in model.named_modules() if name.endswith(".mlp.gate")]
 
 
@@ -82,7 +82,9 @@ def test_who_asks_for_the_experts_of_a_token_has_the_routers_called(blocks_in_ca
 
 
 def test_a_call_that_is_found_again_sees_what_changed_meanwhile(blocks_in_calls: list[int]) -> None:
-    """Parameters of other numbers that nobody was told of, and a correction that is another tensor."""
+    """A call that is found again sees parameters of other numbers that nobody was told of, and a correction that is
+    another tensor.
+    """
     model = make_model("Glm4Moe")
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:

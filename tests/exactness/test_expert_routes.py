@@ -1,4 +1,4 @@
-"""`routed_experts` of samples: the experts that the trainer's forward chooses, whatever was cached or preempted."""
+"""`routed_experts` of samples are the experts that the trainer's forward chooses, whatever was cached or preempted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED = SamplingParams(n=2, max_tokens=9, seed=3, ignore_eos=True, return_routed
 
 
 def trainers_routes(model: nn.Module, ids: list[int]) -> Routes:
-    """The trainer's choice, `[tokens, layers, top_k]`."""
+    """Return the trainer's choice, `[tokens, layers, top_k]`."""
     notes = RouteList()
     with use_notes(notes):
         token_logprobs(model, torch.tensor([ids]))
@@ -43,7 +43,9 @@ def check_all(model: nn.Module, outputs: list[RequestOutput]) -> None:
 
 @pytest.mark.parametrize(("family", "dtype"), paired(EXPERTS, (torch.float32, torch.bfloat16)))
 def test_every_family_cold_and_warm(family: str, dtype: torch.dtype) -> None:
-    """Chunked, with blocks that are shared, copied and hit: the same experts as in the trainer's one forward."""
+    """The experts of every family, in chunks, with blocks that are shared, copied and hit, are those of the trainer's
+    one forward.
+    """
     model = bound_model(family, dtype)
     layout = binding_of(model).route_layout
     assert layout is not None
@@ -64,7 +66,9 @@ def test_every_family_cold_and_warm(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_was_cached_before_anybody_asked_is_computed_again(ahead: bool) -> None:
-    """Also while other requests run, and with steps launched ahead; those who do not ask get nothing."""
+    """What was cached before anybody asked for its experts is computed again, also while other requests run, and with
+    steps launched ahead; those who do not ask get nothing.
+    """
     model = bound_model("Qwen3Moe", torch.bfloat16)
     with RolloutWorker(model, config=RolloutConfig(async_scheduling=ahead, block_size=8)) as worker:
         (prompt,) = token_ids(50)
@@ -147,7 +151,9 @@ def test_an_abort_before_the_first_step_that_notes_gives_none() -> None:
 
 
 def test_after_an_update_they_are_of_the_weights_that_computed_them() -> None:
-    """A correction bias that changes inside `weight_update()` moves tokens to other experts, and is seen to change."""
+    """After an update the experts are of the weights that computed them: a correction bias that changes inside
+    `weight_update()` moves tokens to other experts, and is seen to change.
+    """
     from samebit.kernels import bind
 
     model = bind(make_model("Glm4Moe", torch.bfloat16))

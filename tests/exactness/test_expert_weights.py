@@ -1,4 +1,4 @@
-"""Models with routed experts from their folders, and updates in every way: each token beside the trainer's forward."""
+"""Models with routed experts come from folders, and are updated in every way: each token has the trainer's bits."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .families import make_model, token_ids
 FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
 PROMPTS = token_ids(40, 3)
 IN_PARTS = {"Qwen3Moe": torch.bfloat16, "Glm4MoeLite": torch.bfloat16, "NemotronH, experts": torch.float32}
-"""Families whose checkpoints hold each expert apart; the second and the third have correction biases."""
+"""Lists families whose checkpoints hold each expert apart; the second and the third have correction biases."""
 
 
 def halved(model: PreTrainedModel) -> PreTrainedModel:
-    """A trainer after a step: other weights, and other correction biases."""
+    """Return a trainer after a step, with other weights and other correction biases."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.mul_(0.5)
@@ -45,7 +45,7 @@ def halved(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check(worker: RolloutWorker, model: PreTrainedModel) -> None:
-    """Every sampled token has the trainer's log-probability, bit for bit."""
+    """Check that every sampled token has the trainer's log-probability, bit for bit."""
     for output in worker.generate(PROMPTS, FEW):
         (sample,) = output.samples
         ids = torch.tensor([output.prompt_token_ids + sample.token_ids])
@@ -83,7 +83,9 @@ def test_from_a_folder_and_by_every_way_of_an_update(family: str, tmp_path: Path
 
 
 def test_by_broadcast_from_a_trainer_in_float32() -> None:
-    """Parameters are cast for their way, whole and as differences; the biases that changed are not."""
+    """Parameters of a trainer in float32 are cast for their way, whole and as differences; the biases that changed are
+    not.
+    """
     trainer, reference = make_model("Glm4Moe"), bind(make_model("Glm4Moe", torch.bfloat16))
     store = listening_store("127.0.0.1")
     with ThreadPoolExecutor(1) as other, RolloutWorker(make_model("Glm4Moe", torch.bfloat16)) as worker:
@@ -101,7 +103,9 @@ def test_by_broadcast_from_a_trainer_in_float32() -> None:
 
 
 def test_a_folder_that_lacks_a_piece_of_an_expert(tmp_path: Path) -> None:
-    """transformers would take experts 0, 1, 3, 4 for four in a row, or say that some shape does not fit."""
+    """A folder that lacks a piece of an expert is refused by the piece's name. transformers would take experts 0, 1, 3,
+    4 for four in a row, or say that some shape does not fit.
+    """
     make_model("Qwen3Moe").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     stored = load_file(path)
@@ -129,7 +133,9 @@ def test_a_correction_bias_that_was_rounded_is_refused_everywhere() -> None:
 
 @pytest.mark.parametrize("family", ["Glm4Moe", "NemotronH, experts"])
 def test_correction_biases_that_were_published_in_bfloat16_are_widened(family: str, tmp_path: Path) -> None:
-    """As transformers does for a trainer that loads the folder: widening keeps every value."""
+    """Correction biases that were published in bfloat16 are widened, which keeps every value, as transformers does for
+    a trainer.
+    """
     make_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
     trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
     biases = [name for name in trainer.state_dict() if name.endswith("e_score_correction_bias")]

@@ -1,4 +1,4 @@
-"""Models with routed experts: the worker beside the trainer where routers find it hard, and what else is theirs."""
+"""The worker has the trainer's bits where routers find it hard; and what else is special in routed experts is exact."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -34,13 +34,13 @@ TIGHT = {"max_num_batched_tokens": 40, "max_num_seqs": 6, "num_blocks": 12, "blo
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """Those of all layers, in their order."""
+    """Return the routers of all layers, in their order."""
     return [part for name, part in model.named_modules() if name.endswith((".gate", ".router")) and name.count(".") < 6]
 
 
 @contextmanager
 def recorded_ids(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """What the routers choose meanwhile."""
+    """Record what the routers choose meanwhile."""
     found: list[torch.Tensor] = []
     handles = [router.register_forward_hook(lambda _, given, out: found.append(out[2])) for router in routers(model)]
     yield found
@@ -49,7 +49,7 @@ def recorded_ids(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def assert_exact(model: PreTrainedModel) -> None:
-    """Through chunks, hits, preemptions and groups, and in layouts of the trainer."""
+    """Check exactness through chunks, hits, preemptions and groups, and in layouts of the trainer."""
     with torch.no_grad():
         expected = alone(model, SEQUENCES, 0.7)
         for layout in ("left padded", "packed", "two micro-batches"):
@@ -62,7 +62,7 @@ def assert_exact(model: PreTrainedModel) -> None:
 
 
 def equal_rows(model: nn.Module) -> None:
-    """Logits that are equal: all of them in the first block, and pairs of them in the last."""
+    """Make logits equal: all of them in the first block, and pairs of them in the last."""
     first, *_, last = routers(model)
     first.weight.zero_()
     last.weight[1::2] = last.weight[0 : len(last.weight) - 1 : 2]
@@ -72,7 +72,7 @@ def equal_rows(model: nn.Module) -> None:
 
 
 def all_to_one(model: nn.Module) -> None:
-    """Every row takes the last expert, and nobody the second."""
+    """Let every row take the last expert, and nobody the second."""
     for router in routers(model):
         if "bias" in dict(router.named_parameters()):
             router.bias[-1], router.bias[1] = 1e3, -1e3
@@ -108,7 +108,7 @@ def test_hard_choices(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "NemotronH, experts"])
 def test_recomputation_chooses_the_same_experts(family: str, reentrant: bool) -> None:
-    """Also when another micro-batch has been computed meanwhile."""
+    """Recomputation chooses the same experts, also when another micro-batch has been computed meanwhile."""
     model, packed = bind(make_model(family, torch.bfloat16)), LAYOUTS["packed"]
     with torch.no_grad():
         equal_rows(model)
@@ -144,7 +144,9 @@ def test_a_tie_goes_to_the_lowest_expert_and_ids_ascend() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", EXPERTS if CAMPAIGN else ("Qwen3Moe", "GptOss"))
 def test_bfloat16_is_no_farther_from_float64_than_hugging_face(name: str) -> None:
-    """On the mean over many tokens: each rounds other rows to another expert."""
+    """In bfloat16 the mean over many tokens is no farther from float64 than Hugging Face's: each rounds other rows to
+    another expert.
+    """
     sequences = token_ids(*[29] * (35 if CAMPAIGN else 12), seed=5)
     with torch.no_grad():
         exact = torch.cat(hugging_face(make_model(name, torch.bfloat16).double(), sequences))
@@ -155,7 +157,7 @@ def test_bfloat16_is_no_farther_from_float64_than_hugging_face(name: str) -> Non
 
 
 def test_norms_that_stay_in_float32() -> None:
-    """As gpt-oss has them where its weights are float16 or dequantized."""
+    """Norms may stay in float32, as gpt-oss has them where its weights are float16 or dequantized."""
 
     def of_float32_norms(model: PreTrainedModel) -> PreTrainedModel:
         for name, module in model.named_modules():

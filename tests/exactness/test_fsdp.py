@@ -1,4 +1,4 @@
-"""A bound model under FSDP2, with gloo, in one process and in two."""
+"""A bound model is exact under FSDP2, with gloo, in one process and in two."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The first row of `samebit check`: rows of GEMMs, by every number of threads that it may use."""
+"""The first row of `samebit check` compares rows of GEMMs, by every number of threads that it may use."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .families import make_model
 
 
 def test_products_are_compared_by_other_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of samebit's kernels, which torch's number does not change."""
+    """Products are compared by other numbers of threads of samebit's kernels, which torch's number does not change."""
     seen = set()
     linear, before = gemm_rows.linear, num_threads()
 

@@ -1,4 +1,4 @@
-"""Gradients: near a float64 Hugging Face oracle, and the same bits however the backward was arranged."""
+"""Gradients are near a float64 Hugging Face oracle, and have the same bits however the backward was arranged."""
 
 import pytest
 import torch
@@ -15,13 +15,15 @@ from .test_layouts import checkpointing
 SEQUENCES = token_ids(65, 2, 70, 30)
 OTHERS = token_ids(17, 66, 5, 3, seed=1)
 TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.006, 0.07)}
-"""Error relative to the oracle, both as 2-norms: of the log-probabilities, and of each parameter's gradient.
+"""Allows an error relative to the oracle, both as 2-norms: of the log-probabilities, and of each
+parameter's gradient.
 
 In bfloat16 at most twice what was seen of any family: .0030 and .035, those of Llama.
 """
 REROUTED = {torch.float32: TOLERANCE[torch.float32], torch.bfloat16: (0.01, 0.3)}
-"""With routed experts: what bfloat16 rounds before a router sends a row to another expert now and then, and the
-router's weights then have a gradient of other rows (.0051 and .21 were seen; the next greatest gradient's is .14)."""
+"""Allows more with routed experts: what bfloat16 rounds before a router sends a row to another expert now and then, and
+the router's weights then have a gradient of other rows (.0051 and .21 were seen; the next greatest gradient's is .14).
+"""
 
 
 @pytest.mark.soak
@@ -33,7 +35,7 @@ def test_near_the_oracle(family: str, dtype: torch.dtype) -> None:
 
 
 CHECKPOINTED = in_pairs(("Gemma3", "Phi3"), DTYPES, (False, True))
-"""(family, dtype, reentrant)"""
+"""Lists (family, dtype, reentrant)."""
 
 
 @pytest.mark.soak
@@ -56,7 +58,9 @@ def test_a_checkpoint_around_the_whole_call_changes_no_bit() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "dtype", "reentrant"), CHECKPOINTED)
 def test_two_micro_batches_forward_before_either_backward(family: str, dtype: torch.dtype, reentrant: bool) -> None:
-    """The recomputation of the first must not see the layout of the second."""
+    """Two micro-batches may both be computed before either backward: the first's recomputation must not see the
+    second's layout.
+    """
     model = bind(make_model(family, dtype))
     with checkpointing(model, reentrant):
         expected = gradients(model, LAYOUTS["packed"], SEQUENCES, OTHERS)

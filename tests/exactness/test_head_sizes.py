@@ -1,4 +1,4 @@
-"""Head sizes: odd ones have no pairs to rotate and are refused by name; all others are computed."""
+"""Odd head sizes have no pairs to rotate and are refused by name; all others are computed."""
 
 from contextlib import suppress
 from typing import Any
@@ -25,15 +25,15 @@ ROTATED = {
         "position_embedding_type": "rope",
     },
 }  # fmt: skip
-"""Families that rotate, with what their smallest model needs."""
+"""Lists families that rotate, with what their smallest model needs."""
 
 MIXER = {"mamba_n_heads": 4, "mamba_d_head": 4, "mamba_n_groups": 2, "mamba_d_state": 4, "mamba_expand": 1}
 PARTS = ("Phi3", "StableLm")
-"""Families that rotate a part of each head."""
+"""Lists families that rotate a part of each head."""
 
 
 def tiny(family: str, head_dim: int, **changes: Any) -> transformers.PreTrainedModel:
-    """A model of one layer with two heads of this size."""
+    """Return a model of one layer with two heads of this size."""
     torch.manual_seed(0)
     hybrid = family in ("Bamba", "FalconH1", "GraniteMoeHybrid")
     fields = {
@@ -48,7 +48,7 @@ def tiny(family: str, head_dim: int, **changes: Any) -> transformers.PreTrainedM
 
 
 def assert_computed(model: transformers.PreTrainedModel) -> None:
-    """Alone, and beside another sequence: the same bits."""
+    """Check that a sequence has the same bits alone, and beside another one."""
     with torch.no_grad():
         alone = token_logprobs(model, IDS)
         both = token_logprobs(model, torch.cat([IDS.flip(1), IDS]))
@@ -57,7 +57,9 @@ def assert_computed(model: transformers.PreTrainedModel) -> None:
 
 
 def assert_refused(family: str, head_dim: int, rotated: int, **changes: Any) -> None:
-    """By `bind`, which leaves the model as it was, where transformers' own config does not refuse it before."""
+    """Check that `bind` refuses, and leaves the model as it was, where transformers' own config does not refuse it
+    before.
+    """
     model = None
     with suppress(StrictDataclassClassValidationError):
         model = tiny(family, head_dim, **changes)
@@ -109,7 +111,9 @@ def test_whatever_part_of_a_head_is_rotated_it_is_computed_or_named(family: str,
 
 
 def test_a_norm_over_all_heads_is_as_wide_as_they_are_or_named() -> None:
-    """OLMoE's class takes a head_dim for its heads, and hidden_size for their norms."""
+    """A norm over all heads is as wide as they are, or is named: OLMoE's class takes a head_dim for its heads, and
+    hidden_size for their norms.
+    """
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     assert_computed(bind(tiny("Olmoe", 8, **experts)))
     model = tiny("Olmoe", 8, hidden_size=32, **experts)

@@ -1,4 +1,4 @@
-"""Hybrid models in the worker: whatever the cache of states does, the bits are the trainer's."""
+"""Hybrid models in the worker have the trainer's bits, whatever the cache of states does."""
 
 from pathlib import Path
 
@@ -31,14 +31,14 @@ FOUR = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]]
 NEW = 32
 SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
 EVERY = [(family, dtype) for family in SIX for dtype in DTYPES]
-"""What `make soak` runs; `make test` takes fewer."""
+"""Lists what `make soak` runs; `make test` takes fewer."""
 GRIDS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256))
-"""(SSM chunk, block size)"""
+"""Lists (SSM chunk, block size)."""
 LONG_LEN = 900
-"""Of models whose prompts hold several blocks of 256 tokens."""
+"""Is the length of models whose prompts hold several blocks of 256 tokens."""
 
 OWN = (1, 2, 30) if CAMPAIGN else (1, 30)
-"""Tokens of prompts behind those that they share with another."""
+"""Counts the tokens of prompts behind those that they share with another."""
 
 CAUSES = ("evicted", "diverged", "no_checkpoint")
 
@@ -81,7 +81,7 @@ def test_cold_warm_and_next_turn(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("seats", "dtype"), paired([12, 2], DTYPES))
 def test_a_group_forks_the_state_of_its_prompt(seats: int, dtype: torch.dtype) -> None:
-    """Also when not all samples run at once; prompts on and off the grid."""
+    """A group forks the state of its prompt, also when not all samples run at once; prompts end on and off the grid."""
     model = bound_model("NemotronH", dtype)
     prompts, wanted = [STEM[:100], STEM[:64], OTHER[:3]], params(3, n=4)
     outputs, stats = run(model, prompts, wanted, max_model_len=MAX_LEN, max_num_seqs=seats)
@@ -95,7 +95,9 @@ def test_a_group_forks_the_state_of_its_prompt(seats: int, dtype: torch.dtype) -
 @pytest.mark.soak
 @pytest.mark.parametrize(("length", "dtype"), paired([100, 64, 3], DTYPES))
 def test_samples_without_a_seat_fork_the_prompt_s_state_when_they_get_one(length: int, dtype: torch.dtype) -> None:
-    """One prefill, whatever the number of seats: nothing of the prompt is computed again."""
+    """A prompt is prefilled once, whatever the number of seats: samples that get a seat later fork its state, and
+    nothing of the prompt is computed again.
+    """
     model = bound_model("NemotronH", dtype)
     prompts, wanted = [STEM[:length]], params(1, n=8)
     outputs, stats = run(model, prompts, wanted, max_model_len=MAX_LEN, max_num_seqs=2)
@@ -107,7 +109,9 @@ def test_samples_without_a_seat_fork_the_prompt_s_state_when_they_get_one(length
 
 @pytest.mark.parametrize("length", [100, 127, 128])
 def test_requests_that_arrive_together_share_down_to_the_grid(length: int) -> None:
-    """The first computes what they share and takes a checkpoint where the others leave it."""
+    """Requests that arrive together share down to the grid: the first computes what they share, and takes a checkpoint
+    where the others leave it.
+    """
     model = bound_model("Bamba")
     prompts = [[*STEM[:length], *OTHER[10 * index : 10 * index + 9]] for index in range(6)]
     wanted = params(6)
@@ -118,7 +122,9 @@ def test_requests_that_arrive_together_share_down_to_the_grid(length: int) -> No
 
 
 def test_a_request_that_waits_behind_others_finds_a_state_where_it_leaves_a_chain() -> None:
-    """One runs at a time, so the third is not at the head of the queue while the first is computed."""
+    """A request that waits behind others finds a state where it leaves a chain. One runs at a time, so the third is not
+    at the head of the queue while the first is computed.
+    """
     model = bound_model("Bamba")
     prompts, wanted = [STEM[:200], OTHER[:70], [*STEM[:140], *OTHER[:9]], STEM[:64]], params(4)
     outputs, stats = run(model, prompts, wanted, max_model_len=MAX_LEN, max_num_seqs=1)
@@ -158,7 +164,7 @@ def test_misses_are_counted_by_cause() -> None:
 def rounds(
     model: torch.nn.Module, prompts: list[list[int]], count: int, **config: object
 ) -> tuple[list[list[RequestOutput]], dict[str, float]]:
-    """A worker of this configuration is asked the same `count` times, and gives the bits of one without a cache."""
+    """Ask a worker of this configuration the same `count` times; check the bits of one without a cache."""
     wanted = params(len(prompts))
     whole = uncached(model, prompts, wanted)
     with RolloutWorker(model, config=RolloutConfig(max_model_len=190, **config)) as worker:
@@ -173,7 +179,7 @@ def rounds(
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
 @pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
 def test_states_are_evicted_and_blocks_are_not(family: str, dtype: torch.dtype, checkpoints: int) -> None:
-    """A hit without a state is counted by its cause."""
+    """States are evicted and blocks are not: a hit without a state is counted by its cause."""
     model = bound_model(family, dtype)
     memory = {"num_blocks": 100, "state_cache_gb": budget(model, checkpoints)}
     _, stats = rounds(model, FOUR, 3 if CAMPAIGN else 2, max_num_seqs=3, **memory)
@@ -188,7 +194,9 @@ def test_states_are_evicted_and_blocks_are_not(family: str, dtype: torch.dtype, 
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
 def test_blocks_are_evicted_and_take_their_states_along(family: str, dtype: torch.dtype) -> None:
-    """With room for every state; each prompt comes twice, so that the second is a hit."""
+    """Blocks are evicted and take their states along, with room for every state; each prompt comes twice, so that the
+    second is a hit.
+    """
     model = bound_model(family, dtype)
     twice = [FOUR[0], FOUR[0], FOUR[1], FOUR[1]]
     outputs, stats = rounds(model, twice, 2, num_blocks=3, state_cache_gb=budget(model, 100), max_num_seqs=1)
@@ -202,7 +210,9 @@ def test_blocks_are_evicted_and_take_their_states_along(family: str, dtype: torc
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
 def test_a_preempted_sequence_resumes_at_its_state(family: str, dtype: torch.dtype) -> None:
-    """Three prompts fit, three answers do not; no block is evicted, so the one that gives way finds what it had."""
+    """A preempted sequence resumes at its state: three prompts fit, three answers do not; no block is evicted, so the
+    one that gives way finds what it had.
+    """
     model = bound_model(family, dtype)
     prompts = [prompt[:60] for prompt in FOUR[:3]]
     _, stats = rounds(model, prompts, 1, num_blocks=5, state_cache_gb=budget(model, 100), max_num_seqs=3)
@@ -262,7 +272,9 @@ def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
     ],
 )
 def test_hits_at_every_offset(family: str, dtype: torch.dtype, chunk: int, block_size: int) -> None:
-    """The prompts leave a cached one on the block grid, on the state grid alone, off both, in the window behind it."""
+    """Hits are exact at every offset: the prompts leave a cached one on the block grid, on the state grid alone, off
+    both, in the window behind it.
+    """
     model = bound_model(family, dtype, chunk, max_position_embeddings=LONG_LEN)
     stem, other = token_ids(2 * block_size + chunk + 8, LONG_LEN, seed=6)
     behind = (*(block_size + tokens for tokens in (1, 2, 3)), block_size + chunk // 2 + 5)
@@ -286,7 +298,8 @@ def test_hits_at_every_offset(family: str, dtype: torch.dtype, chunk: int, block
 
 
 def first_hits(stem: int, pairs: list[tuple[int, int]], block_size: int) -> list[int]:
-    """Where prompts that share so many tokens with a cached one and have so many of their own resume, one by one.
+    """Return where prompts resume that share so many tokens with a cached one and have so many of their own, one by
+    one.
 
     The cached one has a state at its last full block, and each that leaves it takes one where it does.
     """
@@ -300,7 +313,9 @@ def first_hits(stem: int, pairs: list[tuple[int, int]], block_size: int) -> list
 
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_a_finished_sequence_leaves_a_state_at_its_last_block(block_size: int) -> None:
-    """Also when it has gone on for more than a chunk behind the block: the next turn resumes there."""
+    """A finished sequence leaves a state at its last block, also when it has gone on for more than a chunk behind it:
+    the next turn resumes there.
+    """
     model = bound_model("Bamba")
     config = RolloutConfig(max_model_len=MAX_LEN, block_size=block_size)
     with RolloutWorker(model, config=config) as worker:

@@ -1,4 +1,4 @@
-"""Models with Mamba layers: one set of bits for the trainer's layouts and for steps on pages and states."""
+"""Models with Mamba layers have one set of bits in the trainer's layouts and in steps on pages and states."""
 
 import itertools
 
@@ -28,24 +28,26 @@ from .test_layouts import checkpointing, detached
 SEQUENCES = token_ids(65, 2, 100, 1, 64, 4, 3, 130)
 MICRO_BATCHES = SEQUENCES[:3], token_ids(17, 70, seed=1)
 LONG = token_ids(45, 2, 18, 4)
-"""Over more than one chunk of the scan, and of Hugging Face's own."""
+"""Holds sequences over more than one chunk of the scan, and of Hugging Face's own."""
 SHORT = token_ids(29, 2, 18, 4)
-"""Within one chunk of Hugging Face's, which is wrong beyond in Nemotron-H and Zamba2 (transformers 5.10)."""
+"""Holds sequences within one chunk of Hugging Face's, which is wrong beyond in Nemotron-H and Zamba2 (transformers
+5.10).
+"""
 
 TOKENS_ALONE = ("token by token", "prefill, then decode")
-"""Routes of as many steps as the longest sequence has tokens: families take them in turns, with `make soak` both."""
+"""Names routes of as many steps as the longest sequence has tokens: families take turns, with `make soak` both."""
 
 CHUNKS = (16, 128, 256)
 MIXERS = ("NemotronH", "FalconH1, norm after gate", "Zamba2, adapters, rotary", "Mamba2", "Qwen3Next")
-"""Of `HYBRIDS`, those whose mixers differ in more than sizes."""
+"""Lists those of `HYBRIDS` whose mixers differ in more than sizes."""
 
 EACH_CHUNK = list(zip(MIXERS, itertools.cycle(DTYPES), itertools.cycle(CHUNKS), strict=False))
-"""Each mixer with one dtype and chunk, which take turns; under `make soak` every family with each of both."""
+"""Pairs each mixer with one dtype and chunk, which take turns; under `make soak` every family with each of both."""
 if CAMPAIGN:
     EACH_CHUNK = list(itertools.product(HYBRIDS, DTYPES, CHUNKS))
 
 TOLERANCE = {torch.float32: (6e-7, 1.1e-4), torch.bfloat16: (0.0075, 0.13)}
-"""As in test_gradients, at most twice what was seen of any family (3.7e-7 and 5.7e-5; .0038 and .066).
+"""Allows at most twice what was seen of any family (3.7e-7 and 5.7e-5; .0038 and .066), as in test_gradients.
 
 The second of float32 is wider than there: Hugging Face's mixer computes in float32 even where the model is float64.
 """
@@ -60,9 +62,10 @@ WIDER = {
     "OlmoHybrid, rotary, beta up to 1": (0.0075, 0.17),
     "KimiLinear": (0.018, 0.23),
 }
-"""Of bfloat16, at most twice what was seen: gradients of a router whose rows go to other experts (Granite: .17), of D
-and A (Zamba2: .24), of convolutions and what makes decays. Hugging Face's own bfloat16 is as far from the same float64:
-.17, .21, .32, .23, .25, .30, .06, .14 and .31."""
+"""Allows in bfloat16 at most twice what was seen: gradients of a router whose rows go to other experts (Granite: .17),
+of D and A (Zamba2: .24), of convolutions and what makes decays. Hugging Face's own bfloat16 is as far from the same
+float64: .17, .21, .32, .23, .25, .30, .06, .14 and .31.
+"""
 
 
 @pytest.mark.soak
@@ -110,7 +113,7 @@ def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
     ],
 )
 def test_without_a_convolution_bias(family: str, key: str) -> None:
-    """As `HYBRIDS` has it for Nemotron-H; Hugging Face's Zamba2 always has one."""
+    """Convolutions may have no bias. (`HYBRIDS` has that for Nemotron-H; Hugging Face's Zamba2 always has one.)"""
     model = bind(make_model(family, **{key: False}))
     assert not [name for name, _ in model.named_parameters() if name.endswith("conv1d.bias")]
     with torch.no_grad():
@@ -122,7 +125,9 @@ def test_without_a_convolution_bias(family: str, key: str) -> None:
 
 
 def test_zamba2_has_one_attention_in_two_layers() -> None:
-    """So that all other tests of the family see tied parameters, each with its own place in the KV memory."""
+    """Zamba2 has one attention in two layers, so that all other tests of the family see tied parameters, each with its
+    own place in the KV memory.
+    """
     model = bound_model("Zamba2")
     first, second = (dict(model.model.layers[layer].shared_transformer.named_parameters()) for layer in (2, 3))
     assert len(first) > 5
@@ -191,7 +196,8 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize(("family", "reentrant"), first_of(CHECKPOINTED, 3))
 def test_checkpointed_gradients_of_two_micro_batches(family: str, reentrant: bool) -> None:
-    """The recomputation of the first must not see the layout of the second.
+    """Checkpointed gradients of two micro-batches are right: the first's recomputation must not see the second's
+    layout.
 
     A layer that is there twice has a gradient from each place. Torch's reentrant checkpointing adds both, one by one,
     to what the first micro-batch left, and otherwise their sum: only each micro-batch alone gives the same bits then.

@@ -1,4 +1,4 @@
-"""Kimi-Linear, which holds recurrent states and latents: what `test_delta_families` does not ask of it.
+"""Kimi-Linear, which holds recurrent states and latents, is exact in what `test_delta_families` does not ask of it.
 
 Transformers has it from 5.23 on (`make test-next`).
 """
@@ -35,7 +35,9 @@ DENSE = {"mlp_layer_types": ["dense"] * 3}
 
 
 def test_memory_of_a_block_and_of_a_state() -> None:
-    """One row of latents a token of one layer; states of two layers, and the windows of their convolutions."""
+    """A block holds one row of latents a token of one layer; a state has the states of two layers, and the windows of
+    their convolutions.
+    """
     binding = binding_of(bound_model(FAMILY, torch.bfloat16))
     assert binding.kv_layout.bytes_per_block(1, torch.bfloat16) == 2 * (50 + 7)
     assert binding.state_layout is not None
@@ -60,7 +62,7 @@ def test_groups_followers_preemption_and_few_states() -> None:
 
 
 def test_updates_and_sleep_in_between() -> None:
-    """Nothing that is derived from a weight outlives it, in a state, a latent or a layer."""
+    """Nothing that is derived from a weight, in a state, a latent or a layer, outlives an update or a sleep."""
     model = make_model(FAMILY)
     prompt = token_ids(70)
     with RolloutWorker(model, config=RolloutConfig(max_model_len=200)) as worker:
@@ -79,7 +81,8 @@ def test_updates_and_sleep_in_between() -> None:
 
 
 def test_published_folders_and_updates_from_them(tmp_path: Path) -> None:
-    """Each expert and each convolution apart, the forget gate's parts in the layer; a config that lists layers from 1.
+    """Published folders load and update a worker: they hold experts, convolutions and parts of the forget gate in their
+    own way, and a config that lists layers from 1.
 
     The first layer attends: its queries have another width than those of the layers with convolutions.
     """
@@ -117,7 +120,9 @@ def test_published_folders_and_updates_from_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 41, "attention_bias": True}])
 def test_gradients_are_as_near_float64_as_hugging_faces(changes: dict[str, object]) -> None:
-    """Of dense layers alone: no router decides otherwise. Hugging Face's own are near its float64, not ours."""
+    """Gradients of dense layers, where no router decides otherwise, are as near float64 as Hugging Face's. (Its own are
+    near its float64, not ours.)
+    """
     sequences = token_ids(1, 2, 50)
     mine, theirs = bind(make_model(FAMILY, **DENSE, **changes)), make_model(FAMILY, **DENSE, **changes)
     exact = make_model(FAMILY, **DENSE, **changes).double()
@@ -129,7 +134,9 @@ def test_gradients_are_as_near_float64_as_hugging_faces(changes: dict[str, objec
 
 
 def test_checkpointing_changes_no_bit() -> None:
-    """A layer that attends has no rotary tables, which carry the layout in other families: its mask does."""
+    """Checkpointing changes no bit: a layer that attends has no rotary tables, which carry the layout in other
+    families; its mask does.
+    """
     model = bind(make_model(FAMILY, torch.bfloat16))
     expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
     for reentrant in (False, True):
@@ -168,7 +175,9 @@ def test_what_is_refused() -> None:
 
 
 def test_corrections_that_its_class_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker keeps them as the folder has them; a trainer's class has to be told, and does the same then."""
+    """A worker keeps corrections as the folder has them, which its class rounds; a trainer's class has to be told, and
+    does the same then.
+    """
     model = make_model(FAMILY, torch.bfloat16)
     model.save_pretrained(tmp_path, save_original_format=False)  # experts together, as the module has them
     with RolloutWorker(tmp_path) as worker:

@@ -1,4 +1,6 @@
-"""Families with latent attention that `FAMILIES` leaves to `make soak`, their memory, and what is refused."""
+"""Families with latent attention that `FAMILIES` leaves to `make soak` are exact, in as little memory as they should;
+what they can not do is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from .test_layouts import checkpointing
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
 NEAR = {torch.float32: 2.7e-7, torch.bfloat16: 0.01}
-"""Twice what was seen: 1.4e-7 and .0050."""
+"""Allows twice what was seen: 1.4e-7 and .0050."""
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(LATENTS[1:], DTYPES))
@@ -47,7 +49,9 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
 
 @pytest.mark.parametrize("family", LATENTS[:2])
 def test_gradients_near_float64(family: str) -> None:
-    """Of dense layers alone: no router decides otherwise. ``kv_b_proj`` gets those of both its halves."""
+    """Gradients of dense layers, where no router decides otherwise, are near float64. ``kv_b_proj`` gets those of both
+    its halves.
+    """
     changes = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
     assert_near_the_oracle(family, torch.float32, SEQUENCES, (5e-7, 1e-5), **changes)
 
@@ -96,7 +100,7 @@ def test_updates_and_sleep_in_between() -> None:
 
 
 def test_memory_of_a_token() -> None:
-    """One row of rank + rope elements a layer, whatever the heads."""
+    """A token takes one row of rank + rope elements a layer, whatever the heads."""
     model = bound_model("DeepseekV3", torch.bfloat16)
     layout = binding_of(model).kv_layout
     assert layout.bytes_per_block(1, torch.bfloat16) == 2 * (50 + 10) * 2

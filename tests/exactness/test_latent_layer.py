@@ -29,7 +29,7 @@ FAMILIES = ("DeepseekV3", "DeepseekV3, whole queries, rope yarn", "DeepseekV2", 
 
 @pytest.fixture
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """How many rows each layer had that was computed in one call, and whether its MLP was in it."""
+    """List how many rows each layer had that was computed in one call, and whether its MLP was in it."""
     calls: list[tuple[int, bool]] = []
     prepare = latent_layer.latent_call
 
@@ -64,7 +64,7 @@ def test_one_call_gives_the_bits_of_the_modules(
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_layers_and_the_experts_behind_them_are_one_call(experts: bool, layers_of_calls: list[int]) -> None:
-    """Six layers, and behind the last four of them experts or none."""
+    """Six layers and the experts behind the last four of them, or none, are one call."""
     model = make_model("DeepseekV3", num_hidden_layers=6, first_k_dense_replace=2 if experts else 6)
     samples, _ = run(bind(model), PROMPTS, PARAMS)
     assert layers_of_calls[:4] == [12 if experts else 8] * 4  # embedding and head among them
@@ -137,7 +137,9 @@ def test_an_adapter_on_the_mlp_of_dense_layers(layers_in_one_call: list[tuple[in
 
 
 def test_blocks_of_one_token_and_followers(layers_in_one_call: list[tuple[int, bool]]) -> None:
-    """Keys go where the block table says, row by row, and what is shared is not written again."""
+    """Keys of blocks of one token go where the block table says, row by row; a follower writes nothing again that is
+    shared.
+    """
     model = bound_model("DeepseekV3", torch.bfloat16)
     prompts = [*PROMPTS, [*PROMPTS[-1][:100], 5, 7], PROMPTS[-1]]
     wanted = [SamplingParams(max_tokens=6, seed=number, ignore_eos=True) for number in range(len(prompts))]
@@ -153,8 +155,9 @@ def test_blocks_of_one_token_and_followers(layers_in_one_call: list[tuple[int, b
 def test_a_call_that_is_found_again_sees_what_changed_meanwhile(
     layers_in_one_call: list[tuple[int, bool]],
 ) -> None:
-    """A hook in a layer of experts, a weight of other numbers that nobody was told of, and one that is another tensor,
-    in a layer with a gated MLP and in one of experts."""
+    """A call that is found again sees what changed: a hook in a layer of experts, a weight of other numbers that nobody
+    was told of, and one that is another tensor, in a layer with a gated MLP and in one of experts.
+    """
     model = make_model("DeepseekV3")
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:

@@ -1,4 +1,4 @@
-"""The training forward: its bits do not depend on layout, checkpointing, autocast, threads or how dtype came about."""
+"""The training forward's bits do not depend on layout, checkpointing, autocast, threads or how dtype came about."""
 
 import copy
 import pickle

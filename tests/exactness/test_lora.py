@@ -1,4 +1,4 @@
-"""LoRA on the bound module: the adapter that is trained is the adapter that samples."""
+"""The adapter that is trained on the bound module is the adapter that samples."""
 
 import copy
 import itertools
@@ -43,7 +43,7 @@ def params(count: int = 3, **changes: Any) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def policy() -> PeftModel:
-    """A bound model with two adapters; tests leave it as it is."""
+    """Give a bound model with two adapters; tests leave it as it is."""
     model = make_peft("Qwen3")
     add(model, "ref", lora_config(3, use_rslora=True, target_modules=["q_proj", "down_proj"]))
     bind(model)
@@ -70,7 +70,7 @@ def test_a_worker_reports_what_the_trainer_computes(family: str, rank: int, dtyp
 
 
 def test_adapters_of_the_models_dtype() -> None:
-    """As under verl with FSDP2: A and B are bfloat16 too."""
+    """Adapters may have the model's dtype: under verl with FSDP2 A and B are bfloat16 too."""
     model = make_peft("Qwen3", torch.bfloat16, lora_config(4), autocast_adapter_dtype=False)
     assert {w.dtype for w in model.parameters()} == {torch.bfloat16}
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
@@ -78,7 +78,7 @@ def test_adapters_of_the_models_dtype() -> None:
 
 
 def test_near_pefts_own_forward() -> None:
-    """Log-probabilities and gradients of A and B."""
+    """Log-probabilities and gradients of A and B are near those of peft's own forward."""
     model = make_peft("Qwen3")
     logits = model(input_ids=IDS).logits.log_softmax(-1)
     expected = logits[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
@@ -92,7 +92,7 @@ def test_near_pefts_own_forward() -> None:
 
 @pytest.mark.parametrize(("family", "reentrant"), [("Qwen3", True), ("NemotronH, experts", False)])
 def test_checkpointing_recomputes_under_the_adapter_of_the_forward(family: str, reentrant: bool) -> None:
-    """Whatever peft's flags say when the backward runs."""
+    """Checkpointing recomputes under the adapter of the forward, whatever peft's flags say when the backward runs."""
     model = bind(make_peft(family))
     expected = _gradients(model, token_logprobs(model, IDS))
     model.train()
@@ -110,7 +110,9 @@ def test_checkpointing_recomputes_under_the_adapter_of_the_forward(family: str, 
 
 @pytest.mark.soak
 def test_updates_in_place_of_an_adapter() -> None:
-    """Nothing travels, nothing cached is hit again, and every token is exact; the base stays what it was."""
+    """An adapter is updated in place: nothing travels, nothing cached is hit again, every token is exact, and the base
+    stays what it was.
+    """
     model = make_peft("Qwen3")
     base = bind(make_model("Qwen3", num_hidden_layers=2))
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
@@ -132,7 +134,9 @@ def test_updates_in_place_of_an_adapter() -> None:
 
 
 def test_the_rounded_weights_of_an_adapter_that_was_merged_are_taken_when_told() -> None:
-    """Nobody notices what peft writes: without an update the cache would be hit."""
+    """The rounded weights that peft leaves when it unmerges an adapter are taken when a worker is told; nobody notices
+    peft's write, and without an update the cache would be hit.
+    """
     model = make_peft("Qwen3")
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
         worker.generate(PROMPTS, params())
@@ -148,7 +152,9 @@ def test_the_rounded_weights_of_an_adapter_that_was_merged_are_taken_when_told()
 
 
 def test_what_a_worker_keeps_of_an_adapter_ends_with_the_update() -> None:
-    """Also with a write that torch does not count, as a fused optimizer's, and a hook on what is kept."""
+    """What a worker keeps of an adapter ends with the update, also with a write that torch does not count, as a fused
+    optimizer's, and a hook on what is kept.
+    """
     model = make_peft("Qwen3")
     with RolloutWorker(model, config=RolloutConfig(**CONFIG, enable_prefix_caching=False)) as worker:
         before = worker.generate(PROMPTS, params())
@@ -168,7 +174,7 @@ def test_what_a_worker_keeps_of_an_adapter_ends_with_the_update() -> None:
     "place", ["mlp.down_proj", "mlp.down_proj.base_layer", "self_attn.q_proj", "self_attn.k_proj.lora_A.default"]
 )
 def test_a_hook_counts_from_its_registration_on(place: str) -> None:
-    """A worker has found out what its layers multiply by then."""
+    """A hook counts from its registration on, though a worker has found out before what its layers multiply by."""
     model = make_peft("Qwen3", config=lora_config(4))
     with RolloutWorker(model, config=RolloutConfig(**CONFIG, enable_prefix_caching=False)) as worker:
         before = worker.generate(PROMPTS, params())
@@ -207,7 +213,9 @@ def test_switches_of_the_trainer_reach_no_request_in_flight(policy: PeftModel, w
 
 
 def test_who_listens_to_a_base_layer_keeps_what_it_gave() -> None:
-    """The adapter's part is added in place, but not where somebody may hold the result."""
+    """Who listens to a base layer keeps what it gave: the adapter's part is added in place, but not where somebody may
+    hold the result.
+    """
     model = bind(make_peft("Qwen3", config=lora_config(4)))
     base, heard = model.get_submodule("base_model.model.model.layers.0.mlp.down_proj.base_layer"), []
     base.register_forward_hook(lambda module, inputs, out: heard.append((inputs[0], out)))
@@ -218,7 +226,9 @@ def test_who_listens_to_a_base_layer_keeps_what_it_gave() -> None:
 
 
 def test_rows_of_several_adapters(policy: PeftModel, worker: RolloutWorker) -> None:
-    """Each request alone has the samples of the batch, and shares no cached token with another adapter's."""
+    """Each request of a batch with several adapters has the samples that it has alone, and shares no cached token with
+    another adapter's.
+    """
     worker.reset_prefix_cache()
     prompt = PROMPTS[0]
     wanted = [SamplingParams(max_tokens=9, seed=1, adapter=name) for name in (None, "ref", "__base__", "default")]
@@ -294,7 +304,9 @@ def test_adapters_that_come_and_go_after_bind(policy: PeftModel) -> None:
 
 
 def test_untold_writes_to_an_adapter_that_came_after_bind_are_noticed(policy: PeftModel) -> None:
-    """The first request through it may fill the prefix cache: from then on its weights are watched like the others."""
+    """Untold writes to an adapter that came after `bind` are noticed: from the first request through it on, which may
+    fill the prefix cache, its weights are watched like the others.
+    """
     model = copy.deepcopy(policy)
     asked = params(adapter="other")
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
@@ -332,7 +344,9 @@ def test_an_update_after_an_adapter_went_reaches_all_workers_on_the_module(polic
 
 @pytest.mark.parametrize("changes", [{}, {"lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}])
 def test_an_adapter_that_is_replaced_under_its_own_name(changes: dict[str, Any], policy: PeftModel) -> None:
-    """It is another one: nothing cached of the old one is hit, and a request that has begun ends under that."""
+    """An adapter that is replaced under its own name is another one: nothing cached of the old one is hit, and a
+    request that has begun ends under that.
+    """
     model = copy.deepcopy(policy)
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
         before = worker.generate(PROMPTS, params())

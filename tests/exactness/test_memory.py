@@ -69,7 +69,7 @@ def cache_tensors(worker: RolloutWorker) -> list[torch.Tensor]:
 
 
 def touch(worker: RolloutWorker) -> None:
-    """Memory that nobody wrote is not resident."""
+    """Write to memory, as what nobody wrote is not resident."""
     for tensor in cache_tensors(worker):
         tensor.fill_(1)
     worker.reset_prefix_cache()
@@ -77,7 +77,9 @@ def touch(worker: RolloutWorker) -> None:
 
 @pytest.mark.parametrize(("family", "order", "level"), first_of(CASES, 2))
 def test_what_sleeps_is_no_longer_resident(family: str, order: tuple[str, str], level: int, tmp_path: Path) -> None:
-    """Weights are many tensors of a few hundred kilobytes, where an allocator likes to keep what was freed."""
+    """Weights that sleep are no longer resident, though they are many tensors of a few hundred kilobytes, where an
+    allocator likes to keep what was freed.
+    """
     model = make_model(family, torch.float32, hidden_size=400, intermediate_size=800)
     model.save_pretrained(tmp_path)
     states = {"state_cache_gb": 0.01} if family == "NemotronH" else {}
@@ -110,7 +112,9 @@ def test_what_sleeps_is_no_longer_resident(family: str, order: tuple[str, str], 
 
 @pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
 def test_a_worker_that_is_dropped_gives_its_cache_back_at_once(family: str) -> None:
-    """Without `close`, and before Python looks for circles, which may be long after: pages are few large objects."""
+    """A worker that is dropped gives its cache (pages are few large objects) back at once, without `close`, and before
+    Python looks for circles, which may be long after.
+    """
     before = set(threading.enumerate())
     worker = RolloutWorker(make_model(family), config=RolloutConfig(max_model_len=256))
     (thread,) = set(threading.enumerate()) - before
@@ -128,7 +132,9 @@ def test_a_worker_that_is_dropped_gives_its_cache_back_at_once(family: str) -> N
 
 @pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
 def test_sleeping_by_tag_again_and_again_while_requests_run_and_wait(family: str, tmp_path: Path) -> None:
-    """Preempted, resumed, none lost, and not a bit changed."""
+    """Sleeping by tag again and again preempts requests that run and wait; they resume, none is lost, and not a bit
+    changes.
+    """
     model = make_model(family, torch.float32)
     model.save_pretrained(tmp_path)
     prompts = PROMPTS * 2

@@ -24,7 +24,7 @@ def params(seed: int = 1, **others: object) -> SamplingParams:
 
 
 def cold(model: torch.nn.Module, prompt: list[int], wanted: SamplingParams) -> RequestOutput:
-    """The same without a cache, alone."""
+    """Compute the same without a cache, alone."""
     (output,), stats = run(model, [prompt], [wanted], enable_prefix_caching=False, max_num_seqs=1)
     assert stats["prefill_tokens_skipped"] == 0
     return output
@@ -43,7 +43,9 @@ def ask(worker: RolloutWorker, prompt: list[int], wanted: SamplingParams) -> Req
 @pytest.mark.soak
 @pytest.mark.parametrize(("block_size", "family", "dtype"), in_pairs([1, 4, 16, 64], FAMILIES, DTYPES))
 def test_warm_and_partly_warm(block_size: int, family: str, dtype: torch.dtype) -> None:
-    """Prompts that end just before, at and just behind the end of a block, after a longer one and a fork of it."""
+    """Prompts that end just before, at and just behind the end of a block, after a longer one and a fork of it, have
+    the bits of cold ones.
+    """
     model = bound_model(family, dtype)
     lengths = sorted({1, 2, 3, block_size - 1, block_size, block_size + 1, 63, 64, 65} - {0})
     prompts = [STEM[:length] for length in lengths] + [STEM[:50] + OTHER[:13]]
@@ -77,7 +79,9 @@ def test_followers_equal_their_leader(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("group", "dtype"), paired([(1, 8), (37, 8), (37, 2), (48, 2), (65, 1)], DTYPES))
 def test_a_group_equals_its_samples_one_by_one(group: tuple[int, int], dtype: torch.dtype) -> None:
-    """A sample's numbers depend on its index and not on how many there are: of one alone, and of fewer."""
+    """A sample's numbers depend on its index and not on how many there are: a group equals its samples of one alone,
+    and of fewer.
+    """
     length, max_num_seqs = group
     model = bound_model("Gemma2", dtype)
     prompt = STEM[:length]
@@ -94,7 +98,7 @@ def test_a_group_equals_its_samples_one_by_one(group: tuple[int, int], dtype: to
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES, shift=1))
 def test_turns_of_a_conversation(family: str, dtype: torch.dtype) -> None:
-    """Each turn goes on behind blocks that decode has published."""
+    """Each turn of a conversation goes on behind blocks that decode has published."""
     model = bound_model(family, dtype)
     with serving(model, block_size=4) as worker:
         prompt = STEM[:10]
@@ -131,13 +135,15 @@ TIGHT = [
     ("NemotronH", 97, {"num_blocks": 5}, 97),
     ("NemotronH", 97, {"num_blocks": 4}, None),
 ]
-"""(family, length, config, tokens of the prompt that are computed or None)"""
+"""Lists (family, length, config, tokens of the prompt that are computed or None)."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("case", "dtype"), paired(TIGHT, DTYPES))
 def test_a_group_in_tight_memory(case: tuple[str, int, dict[str, int], int | None], dtype: torch.dtype) -> None:
-    """The end of its prompt is copied from samples that run; where none does, it is computed and held again."""
+    """In tight memory the end of a group's prompt is copied from samples that run; where none does, it is computed and
+    held again.
+    """
     family, length, config, computed = case
     model = bound_model(family, dtype)
     prompts, wanted = [STEM[:length]], [params(n=6, max_tokens=46 if length == 63 else 40)]
@@ -152,7 +158,9 @@ def test_a_group_in_tight_memory(case: tuple[str, int, dict[str, int], int | Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_there_and_back(dtype: torch.dtype) -> None:
-    """Nothing of one epoch is seen in another, neither after the update nor after the way back."""
+    """Weights that change and change back share nothing: what is cached under one set is not seen under the other,
+    neither after the update nor after the way back.
+    """
     model = make_model("Qwen3", dtype)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     second = {name: tensor * 0.9 for name, tensor in first.items()}
@@ -171,7 +179,9 @@ def test_weights_there_and_back(dtype: torch.dtype) -> None:
 
 
 def test_what_an_update_leaves_running_is_never_hit() -> None:
-    """A request keeps its old KV through an update; whoever asks for the same tokens then gets the new weights'."""
+    """A request keeps its old KV through an update, and that is never hit: whoever asks for the same tokens then gets
+    the new weights'.
+    """
     model = make_model("Qwen3")
     second = {name: tensor * 0.9 for name, tensor in model.state_dict().items()}
     with serving(model, block_size=4) as worker:

@@ -28,7 +28,7 @@ def reward(sample):
 
 
 def programs(page: str) -> list[str]:
-    """The programs of a page, of which the first compares each sample."""
+    """Return the programs of a page, of which the first compares each sample."""
     found = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert "assert torch.equal(recomputed.detach().cpu(), torch.tensor(sample.logprobs))" in found[0]
     return found
@@ -51,7 +51,9 @@ def test_the_program_of_the_readme(device: str, tmp_path: Path) -> None:
 
 
 def test_the_programs_over_your_own_model(tmp_path: Path) -> None:
-    """The loop over single samples, then all of them in one call, padded and packed."""
+    """The programs over your own model find equal bits: the loop over single samples, then all of them in one call,
+    padded and packed.
+    """
     folder = build_folder(tmp_path / "model")
     loop, batches = programs("docs/your-own-model.md")
     assert batches.count("token_logprobs(") == 2

@@ -1,4 +1,4 @@
-"""A bound model under DistributedDataParallel, or in units of FSDP2, with gloo."""
+"""A bound model is exact under DistributedDataParallel, and in units of FSDP2, with gloo."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_nobody_is_sent_to_what_replicas_hold() -> None:
-    """A call of that would leave the ranks' gradients as they are."""
+    """No error tells to call what replicas hold, as a call of that would leave the ranks' gradients as they are."""
     compiled = torch.compile(DistributedDataParallel(bound_model("Llama")))
     with pytest.raises(ValueError, match="OptimizedModule is not bound, but what it wraps is: give its _orig_mod"):
         token_logprobs(compiled, IDS)
@@ -68,7 +68,9 @@ def test_a_worker_takes_the_model_that_replicas_hold() -> None:
     ],
 )
 def test_units_that_round_a_residual_stream_of_float32_are_refused(policy: MixedPrecisionPolicy, rounds: bool) -> None:
-    """Mamba2's, whose log-probabilities would be neither those of a bfloat16 model nor those of a float32 one."""
+    """Units that would round a residual stream of float32 are refused: Mamba2's log-probabilities would be neither
+    those of a bfloat16 model nor those of a float32 one.
+    """
     dtype = torch.float32 if policy.param_dtype is None else torch.bfloat16
     whole = bind(make_model("Mamba2").to(dtype))
     expected = token_logprobs(whole, IDS)

@@ -1,4 +1,4 @@
-"""The promise: what the worker reports is what the trainer computes, for every family, however it was scheduled."""
+"""The worker reports what the trainer computes, for every family, however it was scheduled: this is the promise."""
 
 import itertools
 from collections.abc import Callable
@@ -130,7 +130,9 @@ def test_the_likeliest_tokens_are_in_order_and_ties_in_that_of_their_ids(vocab: 
 
 
 def test_one_call_draws_for_all_whatever_some_of_them_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those whose logits are processed in this step are scored apart; ends that are allowed by now change none."""
+    """One call draws for all, whatever some of them ask for. Only those whose logits are processed in this step are
+    scored apart; ends that are allowed by now change none.
+    """
     rows: list[int] = []
 
     def spied(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -147,7 +149,7 @@ def test_one_call_draws_for_all_whatever_some_of_them_ask_for(monkeypatch: pytes
 
 
 def test_the_one_call_and_its_parts_choose_and_report_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts are what a GPU has."""
+    """The one call and its parts, which a GPU has, choose and report the same."""
     options = [
         {"top_p": 0.7, "temperature": 0.7, "logprobs": 2},
         {"min_tokens": 3, "stop_token_ids": list(range(7, 900)), "logprobs": 0},
@@ -197,7 +199,9 @@ def test_parameters_at_the_ends_of_float32_choose_and_leave_the_report_alone() -
 
 
 def test_a_bias_comes_before_the_penalties_as_in_vllm() -> None:
-    """So that a penalty takes a share of it: (1000 + logit) / 2 is below 700 + logit."""
+    """A bias comes before the penalties, as in vLLM, so that a penalty takes a share of it: (1000 + logit) / 2 is below
+    700 + logit.
+    """
     asked = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logit_bias={7: 1000.0, 8: 700.0}, repetition_penalty=2.0
     )
@@ -209,7 +213,7 @@ LIKED = {7: 6.0, 8: 5.5, 9: 5.0, 10: 4.5}
 
 
 def greedily(model: nn.Module, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
-    """The oracle of penalties: all tokens counted anew before each choice."""
+    """Choose greedily, with all tokens counted anew before each choice: the oracle of penalties."""
     tokens: list[int] = []
     for _ in range(count):
         with torch.no_grad():
@@ -245,7 +249,9 @@ def test_penalties_count_the_tokens_of_each_sample_however_it_was_scheduled() ->
 
 
 def test_a_step_counts_no_token_again_that_an_earlier_one_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt is looked through once for all samples and steps."""
+    """A step counts no token again that an earlier one has counted: a prompt is looked through once for all samples and
+    steps.
+    """
     unique, looked_through = np.unique, []
 
     def spied(ids: np.ndarray, **options: bool) -> object:
@@ -263,7 +269,9 @@ def test_a_step_counts_no_token_again_that_an_earlier_one_has_counted(monkeypatc
 def test_the_many_samples_of_a_prompt_are_drawn_a_few_at_a_time(
     asked: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their first tokens come of one step: no more logits are copied for it than a step of decodes has."""
+    """Samples of one prompt, whose first tokens come of one step, are drawn a few at a time: no more logits are copied
+    than a step of decodes has.
+    """
     rows: list[int] = []
 
     def spied(kernel: Callable[..., object]) -> Callable[..., object]:
@@ -290,7 +298,9 @@ def test_the_many_samples_of_a_prompt_are_drawn_a_few_at_a_time(
 def test_likely_tokens_are_looked_for_at_once_and_are_those_of_each_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where others are as likely, which some calls have no room for."""
+    """Likely tokens are looked for in one call for all, and are those of each request alone, also where others are as
+    likely, which some calls have no room for.
+    """
     model = make_model("Qwen3")
     half = VOCAB // 2
     with torch.no_grad():
@@ -390,7 +400,9 @@ def test_a_step_of_the_optimizer_between_two_rollouts() -> None:
 
 @pytest.mark.parametrize("count", THREADS)
 def test_a_worker_computes_with_the_threads_of_who_builds_it(count: int) -> None:
-    """Numba and torch count the threads of each Python thread for itself."""
+    """A worker computes with the threads of who builds it, though Numba and torch count the threads of each Python
+    thread for itself.
+    """
     model = bound_model("Qwen3")
     found: list[tuple[int, int]] = []
     handle = model.model.register_forward_pre_hook(

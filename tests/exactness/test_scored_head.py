@@ -1,4 +1,4 @@
-"""Log-probabilities made in parts beside those of the class's own logits: the same bits, and no epilogue left out."""
+"""Log-probabilities made in parts have the bits of those of the class's own logits, and no epilogue is left out."""
 
 import inspect
 import itertools
@@ -42,7 +42,7 @@ def scores(model: nn.Module) -> torch.Tensor:
 
 
 def of_own_logits(model: nn.Module) -> torch.Tensor:
-    """From all logits of the class's own forward."""
+    """Score all logits of the class's own forward."""
     logits = model(input_ids=IDS, attention_mask=MASK).logits[:, :-1]
     found = logprobs_from_logits(logits, IDS[:, 1:], TEMPERATURES)
     return torch.where((MASK[:, 1:] * MASK[:, :-1]).bool(), found, 0.0)
@@ -53,7 +53,9 @@ def of_own_logits(model: nn.Module) -> torch.Tensor:
 def test_any_number_of_rows_at_once_gives_the_bits_of_the_models_own_logits(
     name: str, dtype: torch.dtype, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under `make soak` each number with gradients and without; otherwise these have two numbers each."""
+    """Any number of rows at once gives the bits of the model's own logits. Under `make soak` each number with gradients
+    and without; otherwise these have two numbers each.
+    """
     model = bind(model_of(name, dtype, tie_word_embeddings=tied))
     with torch.no_grad():
         expected = of_own_logits(model)
@@ -160,7 +162,7 @@ def halved_head() -> nn.Module:
 
 
 class Halved(Qwen3ForCausalLM):
-    """Of a name that `bind` knows, as code in a model's folder may be."""
+    """Has a name that `bind` knows, as code in a model's folder may have, and halves its logits."""
 
     def forward(self, *given: Any, **options: Any) -> Any:
         output = super().forward(*given, **options)
@@ -198,7 +200,9 @@ def test_a_forward_that_was_replaced_before_binding_stays(as_method: bool) -> No
 
 @pytest.mark.parametrize("name", ["Llama", "Mamba2"])
 def test_a_bound_forward_names_the_arguments_of_its_class(name: str) -> None:
-    """transformers' trainer drops the columns of a data set that are not among them."""
+    """A bound forward names the arguments of its class: transformers' trainer drops the columns of a data set that are
+    not among them.
+    """
     assert inspect.signature(bind(make_model(name)).forward) == inspect.signature(make_model(name).forward)
 
 

@@ -1,4 +1,4 @@
-"""The test of itself that a worker makes before it starts: passes and is remembered, or names what differs."""
+"""The test of itself that a worker makes before it starts passes and is remembered, or names what differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES = ("Gemma3", "NemotronH", "Qwen3Next", "Qwen3Moe")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What has passed is remembered here."""
+    """Return the folder in which it is remembered what has passed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "samebit" / "self_test"
 
@@ -124,7 +124,9 @@ def test_a_module_whose_bits_differ_in_steps_is_named(hooked: Callable[..., None
 def test_where_it_can_not_be_noted_the_worker_starts_all_the_same(
     cache_home: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a container whose user has no home, or none that it may look into."""
+    """Where it can not be noted that the test has passed, the worker starts all the same: in a container whose user has
+    no home, or none that it may look into.
+    """
 
     def unknown(user: int) -> NoReturn:
         raise KeyError(user)

@@ -1,4 +1,4 @@
-"""Workers on the trainer's own module: weights that change untold, several workers, and what a report knows."""
+"""Workers on the trainer's own module stay exact: weights change untold, several workers share them, reports tell."""
 
 import copy
 import logging
@@ -21,7 +21,7 @@ CONFIG = {"num_blocks": 64, "max_model_len": 128, "max_num_seqs": 8}
 
 
 def assert_exact(outputs: Sequence[RequestOutput], models: Mapping[int, nn.Module], *, since: int = 0) -> None:
-    """Every token has the log-probability that the model of its version computes."""
+    """Check that every token has the log-probability that the model of its version computes."""
     for output in outputs:
         for sample in output.samples:
             assert sample.context_versions == sample.weight_versions
@@ -62,7 +62,9 @@ def test_an_optimizer_that_steps_untold_between_rollouts(family: str, caplog: py
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "step", "ahead"), in_pairs(["Qwen3", "NemotronH"], [0, 1, 5], [False, True]))
 def test_weights_that_change_in_the_middle_of_a_forward(family: str, step: int, ahead: bool) -> None:
-    """A first layer of the old weights under a second one of the new ones: no token of it is reported."""
+    """No token is reported of a forward in whose middle weights change: a first layer of the old ones under a second
+    one of the new ones.
+    """
     policy = bind(make_model(family))
     models = {0: copy.deepcopy(policy)}
     forwards = 0
@@ -108,7 +110,9 @@ def test_an_update_through_one_of_two_workers_is_seen_by_both(source: str, caplo
 
 
 def test_a_fused_optimizer_is_measured(caplog: pytest.LogCaptureFixture) -> None:
-    """It writes without torch's counting it: what a report says comes from values."""
+    """A fused optimizer's step is measured, though it writes without torch's counting it: what a report says comes from
+    values.
+    """
     policy = make_model("Qwen3")
     with RolloutWorker(policy, config=RolloutConfig(**CONFIG)) as worker:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)

@@ -29,7 +29,7 @@ STEMS = token_ids(90, 90, seed=1)
 
 @dataclass(frozen=True)
 class Wish:
-    """A request, what happens right after it was submitted, and whether it is repeated alone at the end."""
+    """Holds a request, what happens right after it was submitted, and whether it is repeated alone at the end."""
 
     prompt: list[int]
     params: SamplingParams
@@ -139,7 +139,9 @@ def test_no_token_differs_in_hybrids(
     asked: list[Wish],
     layout: str,
 ) -> None:
-    """Mostly chunks of 16 tokens, so that short prompts have several; sometimes all begin with a long stem."""
+    """No token differs in hybrids: mostly with chunks of 16 tokens, so that short prompts have several; sometimes all
+    begin with a long stem.
+    """
     model = bound_model(family, dtype, ssm_chunk=chunk)
     size = max(config.block_size, chunk)
     config = replace(config, block_size=size, num_blocks=config.num_blocks + -(-stem // size), max_model_len=100 + stem)

@@ -1,4 +1,6 @@
-"""Families with sparse attention over latents (DSA): exact by every route, near Hugging Face, what has no gradient."""
+"""Families with sparse attention over latents (DSA) are exact by every route, and near Hugging Face; what has no
+gradient is known.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ from .test_layouts import checkpointing
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
 UNTIED = {"index_n_heads": 8}
-"""With so many heads there is always one that is positive: no score is 0, and none ties with another."""
+"""Sets so many heads that there is always one that is positive: no score is 0, and none ties with another."""
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(SPARSE, DTYPES))
 def test_warm_is_cold_is_trainer(family: str, dtype: torch.dtype) -> None:
-    """Rows with fewer tokens than are chosen, as many and more; scores of 0 tie everywhere."""
+    """Rows that are warm have the bits of cold ones and of the trainer, with fewer tokens than are chosen, as many and
+    more; scores of 0 tie everywhere.
+    """
     model = bound_model(family, dtype)
     with torch.no_grad():
         expected = alone(model, SEQUENCES)
@@ -52,7 +56,7 @@ def test_warm_is_cold_is_trainer(family: str, dtype: torch.dtype) -> None:
 
 
 def choices(model: nn.Module, indexers: list[Any], ids: torch.Tensor) -> list[list[set[int]]]:
-    """Of each indexer, the positions chosen for each token."""
+    """Return the positions that each indexer chose for each token."""
     found: list[list[set[int]]] = []
 
     def note(module: nn.Module, args: object, chosen: torch.Tensor) -> None:
@@ -89,7 +93,7 @@ def kinds_of(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("top_k", [16, 70, 71, 300])
 def test_more_tokens_than_are_chosen_as_many_and_fewer(top_k: int) -> None:
-    """Where all are chosen, it is dense attention: what is chosen for the longest row then changes nothing."""
+    """Rows of more tokens than are chosen, as many and fewer are exact; where all are chosen, it is dense attention."""
     model = bind(make_model(SPARSE[-1], index_topk=top_k, num_hidden_layers=2))
     outputs, _ = run(model, SEQUENCES, [PARAMS] * 5)
     assert_matches_trainer(model, outputs, [PARAMS] * 5)
@@ -115,7 +119,9 @@ def test_gradients_near_float64_and_none_of_the_indexer(family: str) -> None:
 
 
 def test_the_last_layer_learns_through_the_choice_of_an_earlier_one() -> None:
-    """Under checkpointing too, where a layer that shares a choice is computed again."""
+    """The last layer learns through the choice of an earlier one, under checkpointing too, where a layer that shares a
+    choice is computed again.
+    """
     model = bind(make_model("GlmMoeDsa", torch.bfloat16))
     found = []
     for reentrant in (None, False, True):
@@ -162,14 +168,14 @@ def test_updates_and_sleep_in_between() -> None:
 
 
 def test_memory_of_a_token() -> None:
-    """Index keys beside the latents, in the layers that choose."""
+    """A token has index keys beside its latents, in the layers that choose."""
     model = bound_model("GlmMoeDsa", torch.float32)
     layout = binding_of(model).kv_layout
     assert layout.bytes_per_block(1, torch.float32) == 4 * (3 * (50 + 10) + 2 * 27)
 
 
 def test_the_row_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts none on what is bound, and finds a layer that reads another token."""
+    """The row of the check counts no difference on what is bound, and finds a layer that reads another token."""
     make_model(SPARSE[0]).save_pretrained(tmp_path)
     for other in ("schedules", "temperatures", "prefix_cache", "layouts", "routing", "weights"):
         monkeypatch.setattr(check._Check, other, lambda self: iter(()))
@@ -210,7 +216,9 @@ def test_adapters_on_the_other_projections() -> None:
 
 @pytest.mark.parametrize("family", SPARSE)
 def test_an_adapter_that_reaches_an_indexer_is_not_loaded(family: str) -> None:
-    """Steps in one call would leave it out, and those of modules not: bits would depend on what is cached."""
+    """An adapter that reaches an indexer is not loaded: steps in one call would leave it out, and those of modules not,
+    so that bits would depend on what is cached.
+    """
     said = r"model\.layers\.0\.self_attn\.indexer\.wk.* .exact are .*indexer of sparse attention, which has no gradient"
     with RolloutWorker(make_model(family)) as worker, pytest.raises(AdapterError, match=said):
         worker.load_adapter("policy", {}, config=LoraConfig(r=4, target_modules=["o_proj", "wk"]))
@@ -244,7 +252,9 @@ def test_what_is_refused() -> None:
 
 
 def rotates_neighbours() -> tuple[bool, bool]:
-    """Whether this transformers' GLM-5 does in attention, and in its indexer: 5.12's only in attention."""
+    """Tell whether this transformers' GLM-5 rotates neighbours in attention, and in its indexer: 5.12's only in
+    attention.
+    """
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
     names = dir(modeling_glm_moe_dsa)

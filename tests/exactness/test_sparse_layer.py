@@ -25,7 +25,7 @@ PARAMS = [
 
 @pytest.fixture
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """Of each layer that was computed in one call, whether it had chosen itself, and how many tokens for a row."""
+    """List for each layer that was computed in one call whether it had chosen itself, and how many tokens for a row."""
     calls: list[tuple[bool, int]] = []
     prepare = latent_layer.sparse_call
 
@@ -75,7 +75,9 @@ def test_layers_that_share_a_choice_and_weights_of_heads_in_float32(
 def test_who_listens_to_a_part_of_a_layer_hears_each_call(
     name: str, layers_in_one_call: list[tuple[bool, int]]
 ) -> None:
-    """The next layer reads, in one call, what this one has chosen module by module."""
+    """Who listens to a part of a layer hears each call; the next layer reads, in one call, what this one has chosen
+    module by module.
+    """
     model = bound_model("GlmMoeDsa")
     at_once, _ = run(model, PROMPTS[-1:], PARAMS[:1])
     count = len(layers_in_one_call) // len(model.model.layers)
@@ -100,7 +102,9 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
 
 
 def test_a_call_that_is_found_again_sees_what_changed_meanwhile(layers_in_one_call: list[tuple[bool, int]]) -> None:
-    """Weights of an indexer, of other numbers that nobody was told of, and another tensor."""
+    """A call that is found again sees weights of an indexer, of other numbers that nobody was told of, and another
+    tensor.
+    """
     model = make_model("GlmMoeDsa")
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     prompts = iter(token_ids(*[50] * 3, seed=9))

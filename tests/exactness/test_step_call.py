@@ -30,20 +30,20 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 class Steps:
-    """First steps of one sequence of a model, in memory of their own."""
+    """Computes first steps of one sequence of a model, in memory of their own."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.adapters = model, RowAdapters.all_through(None, KeptTerms())
         self.dtype = model.get_parameter("lm_head.weight").dtype
 
     def logits(self, ids: list[int], kept: int | list[int]) -> torch.Tensor:
-        """Logits of the rows that are kept, 0 for all."""
+        """Return logits of the rows that are kept, 0 for all."""
         logits: torch.Tensor = self.outputs(ids, kept).logits
         return logits
 
     @torch.no_grad()
     def outputs(self, ids: list[int], kept: int | list[int], **asked: bool) -> Any:
-        """What the model returns, more where that is asked for."""
+        """Return what the model returns, more where that is asked for."""
         context = ForwardContext(
             positions=torch.arange(len(ids)), row_start=np.zeros(1, np.int32), starts=np.zeros(1, np.int32),
             lengths=np.array([len(ids)], np.int32), table_rows=np.zeros(1, np.int32),
@@ -104,7 +104,9 @@ def test_who_listens_to_what_is_around_the_layers_hears_each_call(name: str, lay
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_who_once_asked_for_more_leaves_later_steps_in_one_call(family: str, layers_of_calls: list[int]) -> None:
-    """transformers leaves its hooks on the modules, which do nothing in any other call."""
+    """Who once asked for more leaves later steps in one call: transformers leaves its hooks on the modules, which do
+    nothing in any other call.
+    """
     steps = Steps(bind(make_model(family)))
     asked = {"output_hidden_states": True, **({"output_router_logits": True} if family == "Qwen3Moe" else {})}
     collected = [name.removeprefix("output_") for name in asked]

@@ -1,4 +1,4 @@
-"""What `token_logprobs` says of arguments that it can not use: which, what was given, what is allowed."""
+"""`token_logprobs` refuses arguments that it can not use: it says which, what was given, what is allowed."""
 
 from typing import Any
 
@@ -89,7 +89,9 @@ def test_all_that_say_the_same_give_the_same() -> None:
 
 @torch.no_grad()
 def test_positions_of_few_bits_do_not_run_on_past_their_greatest() -> None:
-    """After 255 comes 0 in uint8, which is where a sequence begins."""
+    """Positions of few bits do not run on past their greatest: after 255 comes 0 in uint8, which is where a sequence
+    begins.
+    """
     model, ids = bound_model("Qwen3"), torch.arange(260)[None] + 3
     positions = torch.arange(260)[None] % 256
     expected = token_logprobs(model, ids, position_ids=positions)

@@ -1,4 +1,4 @@
-"""What a config holds and Hugging Face's class of the family does not read changes no bit."""
+"""No bit changes with what a config holds and Hugging Face's class of the family does not read."""
 
 from typing import Any
 

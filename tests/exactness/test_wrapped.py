@@ -1,4 +1,4 @@
-"""Models that Hugging Face wraps with vision: bound, loaded and updated for text, with the bits of the text model."""
+"""Models that Hugging Face wraps with vision are bound, loaded and updated for text, with the text model's bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wrapped() -> PreTrainedModel:
 
 
 def as_text(model: PreTrainedModel) -> PreTrainedModel:
-    """The text model alone, bound, with the weights of a wrapped one."""
+    """Return the text model alone, bound, with the weights of a wrapped one."""
     return bind(text_of(model))
 
 
@@ -73,7 +73,9 @@ def test_the_bits_of_the_text_model(wrapped: PreTrainedModel) -> None:
 
 
 def test_positions_of_a_padded_batch(wrapped: PreTrainedModel) -> None:
-    """Padding has other positions in each plane: Hugging Face gives it 1, and 0 in the plane of the text."""
+    """Positions of a padded batch may have other padding in each plane: Hugging Face gives it 1, and 0 in the plane of
+    the text.
+    """
     mask = torch.tensor([[0] * 5 + [1] * 15, [1] * 20])
     planes = torch.stack([(mask.cumsum(-1) - 1).masked_fill(mask == 0, fill) for fill in (0, 1, 1, 1)])
     with torch.no_grad():
@@ -106,7 +108,7 @@ def test_images_are_refused_by_name(wrapped: PreTrainedModel, inputs: dict[str, 
 
 
 def halved(model: PreTrainedModel) -> PreTrainedModel:
-    """A trainer after a step."""
+    """Return a trainer after a step."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -181,7 +183,7 @@ THROUGH = SamplingParams(max_tokens=7, seed=5, ignore_eos=True, adapter="policy"
 
 
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """A trainer's model with an adapter that computes something, not yet bound."""
+    """Return a trainer's model with an adapter that computes something, not yet bound."""
     trainer = get_peft_model(model, copy.deepcopy(config))
     wake(trainer)
     return trainer
@@ -222,7 +224,7 @@ def test_an_adapter_of_the_text_model_is_served_with_vision_around(kind: str) ->
 
 @pytest.mark.parametrize("kind", ["all", "patterns"])
 def test_a_folder_of_an_adapter_trained_with_vision(kind: str, tmp_path: Path) -> None:
-    """Its model loads as text, in a worker and in a check."""
+    """A folder of an adapter trained with vision loads its model as text, in a worker and in a check."""
     model = make_wrapped("Qwen3_5")
     model.save_pretrained(tmp_path / "base")
     model.name_or_path = str(tmp_path / "base")
@@ -236,13 +238,15 @@ def test_a_folder_of_an_adapter_trained_with_vision(kind: str, tmp_path: Path) -
 
 
 def matrices(trainer: nn.Module) -> dict[str, torch.Tensor]:
-    """Those of an adapter on text, by the names of the text model alone."""
+    """Return the matrices of an adapter on text, by the names of the text model alone."""
     found = {name.replace(".language_model.", "."): one for name, one in trainer.named_parameters()}
     return {name: one for name, one in found.items() if ".lora_" in name and ".visual." not in name}
 
 
 def test_another_model_with_vision_is_another_model() -> None:
-    """Qwen3 is never wrapped: what has such names was trained on another."""
+    """An adapter with the names of a wrapped model is refused by Qwen3, which is never wrapped: it was trained on
+    another model.
+    """
     config = LoraConfig(r=4, target_modules=["q_proj"])
     tensors = get_peft_model_state_dict(get_peft_model(make_model("Qwen3"), config))
     other = {name.replace("model.layers.", "model.language_model.layers."): one for name, one in tensors.items()}
@@ -252,7 +256,9 @@ def test_another_model_with_vision_is_another_model() -> None:
 
 @pytest.mark.soak
 def test_check_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `make soak` all rows; otherwise those of the prefix cache and of the states."""
+    """A wrapped model passes check and bench. Under `make soak` all rows; otherwise those of the prefix cache and of
+    the states.
+    """
     if not CAMPAIGN:
         for part in ("weights", "schedules", "temperatures", "layouts"):
             monkeypatch.setattr(audit._Check, part, lambda self: iter(()))
