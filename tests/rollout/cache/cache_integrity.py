@@ -16,12 +16,12 @@ from samebit.rollout.requests.request import Sequence
 
 
 def owned_blocks(cache: Cache, sequence: Sequence) -> list[int]:
-    """A copy of the blocks of a running sequence, in order of position."""
+    """Return a copy of the blocks of a running sequence, in order of position."""
     return list(cache.tables.blocks(sequence.slot))
 
 
 def num_unswept(index: PrefixTree) -> int:
-    """What `clear` left and `sweep` has yet to free."""
+    """Count what `clear` left and `sweep` has yet to free."""
     return len(index._cleared) + len(index._evicted._dropped)
 
 
@@ -39,7 +39,7 @@ def check_cache(cache: Cache) -> None:
 
 
 def check_pool(pool: BlockPool) -> None:
-    """The lists and the refcounts say the same."""
+    """Check that the lists and the refcounts say the same."""
     free = [*pool._blank, *pool._kept, *(block for old in pool._forgotten._left for block in old)]
     assert len(set(free)) == len(free), "a block is free twice"
     assert len(free) == pool.num_free, f"{len(free)} free blocks are listed, {pool.num_free} counted"
@@ -76,7 +76,7 @@ def _check_leaders(leaders: Leaders) -> None:
 
 
 def _check_checkpoints(pool: CheckpointPool, prompts: HeldPrompts) -> None:
-    """Every slot is free, or of one block or one prompt."""
+    """Check that every slot is free, or of one block or one prompt."""
     held = [prompt.held_slot for prompt in prompts._held if prompt.held_slot is not None]
     assert sorted([*pool._free_held, *pool._free_after_moves, *held]) == list(pool.held_slots)
     cleared = [slot for old in pool._cleared._left for slot in old.values()]
@@ -93,7 +93,7 @@ def _check_index(cache: PrefixCache, index: PrefixTree) -> None:
 
 
 def _reachable(index: PrefixTree) -> Iterator[CachedBlock]:
-    """Every entry that a chain can lead to."""
+    """Return every entry that a chain can lead to."""
     left = [index.root]
     while left:
         entry = left.pop()

@@ -1,4 +1,4 @@
-"""The cache as it should be, written for reading: the oracle of `PrefixCache` and of `NoPrefixCache`.
+"""Describe the cache as it should be, written for reading: the oracle of `PrefixCache` and of `NoPrefixCache`.
 
 A block is an object with a count of owners and, while it can be hit, its name: the salt and all tokens up to
 its end. Everything else follows from looking names up in a dictionary.
@@ -36,8 +36,9 @@ class ModelSequence:
 
 @dataclass(eq=False)
 class HeldPrompt:
-    """users: samples that have not begun. running: those that run and have the prompt. keeper: the one of them in
-    whose last block of the prompt the held end stands."""
+    """Holds a prompt for samples. users: samples that have not begun. running: those that run and have the prompt.
+    keeper: the one of them in whose last block of the prompt the held end stands.
+    """
 
     length: int
     users: int
@@ -70,7 +71,7 @@ class CacheModel:
         return self.blank + len(self.kept)
 
     def awaited(self, sequence: ModelSequence) -> int | None:
-        """How many blocks there will be of what it needs, if that saves tokens."""
+        """Return how many blocks there will be of what it needs, if that saves tokens."""
         names, hits = self._names(sequence), len(self._hits(sequence))
         held = sequence.held
         if held and held.renewed_by and self._start(sequence, hits) < held.length:
@@ -86,7 +87,7 @@ class CacheModel:
         self.followers[sequence] = held if held and held.renewed_by else self._names(sequence)[num_blocks - 1]
 
     def resign(self, sequence: ModelSequence) -> list[ModelSequence]:
-        """It publishes nothing more: who waited for what it led."""
+        """Let it publish nothing more; return who waited for what it led."""
         names: set[Name | HeldPrompt] = {name for name, leader in self.led.items() if leader is sequence}
         if sequence.group and sequence.group.renewed_by is sequence:
             names.add(sequence.group)
@@ -112,7 +113,7 @@ class CacheModel:
         return True
 
     def _join_group(self, sequence: ModelSequence, hits: int) -> None:
-        """It has the prompt of its group from a sample that runs or from what is held, or will hold it again."""
+        """Take the prompt of its group from a sample that runs or what is held, or let it hold the prompt again."""
         group = sequence.group
         if group and group.stands and (hits * self.block_size >= group.length or self._end_is_held(sequence, hits)):
             group.running.append(sequence)
@@ -122,7 +123,7 @@ class CacheModel:
             sequence.renews = True
 
     def _renew(self, sequence: ModelSequence) -> list[ModelSequence]:
-        """It has computed the prompt of its group again."""
+        """Note that it has computed the prompt of its group again."""
         group = sequence.group
         if not sequence.renews or group is None or sequence.computed < group.length:
             return []
@@ -139,7 +140,7 @@ class CacheModel:
         return True
 
     def publish(self, sequence: ModelSequence) -> list[ModelSequence]:
-        """Who waited for what it has computed."""
+        """Publish what it has computed; return who waited for that."""
         woken: list[ModelSequence] = []
         names = sequence.names(self.block_size, sequence.computed // self.block_size)
         for number, name in enumerate(names):
@@ -184,7 +185,7 @@ class CacheModel:
                 self.drop(held)
 
     def make_room(self) -> bool:
-        """Of the prompts whose keeper has stopped, the last one stands in a running sample's block, or ends."""
+        """Give up the last of the prompts whose keeper has stopped: it stands in a running sample's block, or ends."""
         if not self.alone:
             return False
         held = self.alone.pop()
@@ -247,7 +248,7 @@ class CacheModel:
         return [self.named[name] for name in hits]
 
     def _start(self, sequence: ModelSequence, hits: int) -> int:
-        """Where it goes on behind so many hits."""
+        """Return where it goes on behind so many hits."""
         last = len(sequence.tokens) - 1
         if sequence.group and self._end_is_held(sequence, hits):
             return min(sequence.group.length, last)

@@ -1,4 +1,4 @@
-"""What tests of the cache do with an engine."""
+"""Do with an engine what tests of the cache share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block pool, and what both caches do with it."""
+"""The block pool keeps its counts, and both caches do with it what they should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fields of a request and its sequences a cache reads and writes: those that `contract` names."""
+"""A cache reads and writes those fields of a request and its sequences that `contract` names."""
 
 from __future__ import annotations
 

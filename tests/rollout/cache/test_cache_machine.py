@@ -1,4 +1,4 @@
-"""Both caches, driven by random operations beside a dictionary model.
+"""Both caches do what a dictionary model does, driven by random operations.
 
 After every operation the two agree in what can be hit, in the order in which it would be evicted, in how much is free
 and in where each running sequence goes on; and every token is where its block says.
@@ -32,8 +32,9 @@ from .cache_model import CacheModel, ModelSequence, Name
 MAX_LEN = 24
 STEPS = 60
 CASES = 2 * int(os.environ.get("SAMEBIT_SOAK_CASES", "20"))
-"""Each case is a run of up to `STEPS` operations, of which about 30 find something to do: `make soak COUNT=2000` does
-more than 100,000."""
+"""Counts cases, each a run of up to `STEPS` operations, of which about 30 find something to do: `make soak COUNT=2000`
+does more than 100,000.
+"""
 
 FREQUENCY = {
     "add": 4,
@@ -55,7 +56,7 @@ EMPTY = -1
 
 
 class Pair:
-    """A real sequence and its model."""
+    """Holds a real sequence and its model."""
 
     def __init__(self, real: Sequence, model: ModelSequence) -> None:
         self.real = real
@@ -70,8 +71,9 @@ class Pair:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`make_request` and `prefix_caching` are set by the test. `pages` holds (token, epoch of the oldest KV) of each
-    position."""
+    """Drives both. `make_request` and `prefix_caching` are set by the test. `pages` holds (token, epoch of the oldest
+    KV) of each position.
+    """
 
     make_request: Callable[..., Request]
     prefix_caching: bool
@@ -104,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=3, max_size=6),
     )
     def operate(self, kind: str, pick: int, count: int, tokens: list[int]) -> None:
-        """One operation on the sequence picked, if it applies."""
+        """Do one operation on the sequence picked, if it applies."""
         if kind == "add":
             self.add(pick, count, tokens)
         elif kind == "admit" and self.waiting:
@@ -136,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.release(pair, kind == "preempt")
 
     def add(self, pick: int, count: int, own: list[int]) -> None:
-        """A prompt that goes on behind part of an earlier sequence."""
+        """Add a prompt that goes on behind part of an earlier sequence."""
         stem = self.seen[pick % len(self.seen)].tokens[:count] if self.seen else []
         prompt = (stem + own)[:MAX_LEN]
         salt = "a" if pick % 8 == 0 else None
@@ -167,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.append(pair)
 
     def follow(self, pair: Pair) -> None:
-        """Behind a running one that computes more of what it needs than there is."""
+        """Let a sequence follow a running one that computes more of what it needs than there is."""
         num_blocks = self.model.awaited(pair.model)
         if isinstance(self.cache, PrefixCache):
             assert self.cache.find_awaited(pair.real) == num_blocks
@@ -178,7 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.following.append(pair)
 
     def wake(self, real: list[Sequence], model: list[ModelSequence]) -> None:
-        """Both say the same followers wait no more."""
+        """Check that both say that the same followers wait no more."""
         woken = [pair for pair in self.following if pair.model in model]
         assert set(real) == {pair.real for pair in woken}
         assert len(real) == len(model) == len(woken)
@@ -186,7 +188,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.waiting += woken
 
     def compute(self, pair: Pair, count: int) -> None:
-        """Some of the known tokens, or (0) all."""
+        """Compute some of the known tokens, or (0) all."""
         real, start = pair.real, pair.real.num_computed
         end = min(start + (count or MAX_LEN), real.num_tokens)
         self._write(pair, max(start, real.kv.write_from), end)
@@ -196,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.wake(self.cache.publish_blocks(real), self.model.publish(pair.model))
 
     def append(self, pair: Pair, tokens: list[int]) -> None:
-        """One token or several, all or nothing."""
+        """Append one token or several, all or nothing."""
         known = pair.real.num_tokens + len(tokens)
         if known > 2 * MAX_LEN:
             return
@@ -209,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self._state() == before, "a refusal changes nothing"
 
     def fork(self, pair: Pair, tokens: list[int]) -> None:
-        """When the prompt is there, the other samples take their first token and wait for a place."""
+        """Give the other samples their first token when the prompt is there; they wait for a place."""
         length = pair.real.num_prompt_tokens
         if not pair.siblings or not self.cache.may_publish(pair.real):
             return  # what was computed in an old epoch is not handed on
@@ -234,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.leave(pair.model)
 
     def clear(self) -> None:
-        """What an update, a sleep and a reset do."""
+        """Do what an update, a sleep and a reset do."""
         self.wake(self.cache.clear_index(), self.model.clear())
         self.epoch += 1
 
@@ -296,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.pages[block, position % size] = pair.real.token_ids[position], pair.epoch
 
     def _read(self, pair: Pair, end: int) -> None:
-        """Every position holds its own token, computed when this sequence's oldest one was."""
+        """Check that every position holds its own token, computed when this sequence's oldest one was."""
         blocks, positions = np.array(owned_blocks(self.cache, pair.real), np.int64), np.arange(end)
         found = self.pages[blocks[positions // self.cache.block_size], positions % self.cache.block_size]
         assert found[:, 0].tolist() == pair.real.token_ids[:end].tolist()

@@ -1,4 +1,4 @@
-"""What the prefix cache promises: hits, publication, eviction, invalidation, numbers."""
+"""The prefix cache keeps its promises: hits, publication, eviction, invalidation, numbers."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def test_salts_never_share(make_engine: Make, make_request: MakeRequest) -> None
 def test_a_second_turn_hits_what_decode_computed(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, new: int, hit: int
 ) -> None:
-    """The last sampled token has no KV: of 6 + `new` tokens one less was computed."""
+    """A second turn hits what decode computed, but for the last sampled token, which has no KV: of 6 + `new` tokens one
+    less was computed.
+    """
     engine = make_engine()
     first = make_request("first", PROMPT[:6], max_tokens=new)
     run(engine, first)
@@ -173,7 +175,9 @@ def test_chunks_are_published_as_they_are_computed(make_engine: Make, make_reque
 def test_a_second_copy_is_dropped_and_the_first_ones_entry_stays(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
-    """Two prompts whose every token is scored are both computed whole."""
+    """A second copy of a block is dropped, and the first one's entry stays: two prompts whose every token is scored are
+    both computed whole.
+    """
     engine = make_engine()
     first, second = (make_request(name, PROMPT[:9], max_tokens=5, prompt_logprobs=0) for name in "ab")
     engine.add(first)
@@ -221,7 +225,9 @@ def test_a_pass_that_fails_publishes_nothing(make_engine: Make, make_request: Ma
 def test_what_stays_of_a_request_whose_later_pass_fails(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, decoded: int, recurrent: bool
 ) -> None:
-    """What earlier passes have computed, right for whoever hits it; nothing of the pass that failed."""
+    """When a later pass of a request fails, what earlier passes computed stays, right for whoever hits it; of the pass
+    that failed nothing does.
+    """
     options = {"recurrent": True, "num_checkpoints": 16} if recurrent else {}
     engine = make_engine(max_num_batched_tokens=8, **options)
     bad = make_request("bad", PROMPT[:20], max_tokens=20)
@@ -241,7 +247,9 @@ def test_what_stays_of_a_request_whose_later_pass_fails(
 
 
 def test_what_attends_to_old_keys_is_not_published(make_engine: Make, make_request: MakeRequest) -> None:
-    """A request that began before an update fills blocks behind it: nobody hits them, until it starts anew."""
+    """A request that began before an update publishes no block behind it, as its tokens attend to old keys: nobody hits
+    them, until it starts anew.
+    """
     engine = make_engine()
     old = make_request("old", PROMPT[:6], max_tokens=20)
     engine.add(old)
@@ -261,7 +269,9 @@ def test_what_attends_to_old_keys_is_not_published(make_engine: Make, make_reque
 
 
 def test_keys_that_were_shared_before_an_update_keep_its_version(make_engine: Make, make_request: MakeRequest) -> None:
-    """A prompt that is computed again for its scores writes no shared block, so their KV stays the old one."""
+    """Keys that were shared before an update keep its version: a prompt that is computed again for its scores writes no
+    shared block.
+    """
     engine = make_engine(max_num_batched_tokens=6)
     run(engine, make_request("a", PROMPT[:16], max_tokens=1))
     scored = make_request("b", [*PROMPT[:16], 7], max_tokens=8, prompt_logprobs=0)
@@ -383,7 +393,7 @@ def test_running_requests_keep_their_blocks_when_the_index_is_cleared(
 
 
 def entries_of(epoch: int) -> int:
-    """In memory, hittable or not."""
+    """Count the cached blocks of this epoch in memory, hittable or not."""
     return sum(type(one) is CachedBlock and one.epoch == epoch and one.block > 0 for one in gc.get_objects())
 
 
@@ -471,7 +481,7 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> lis
 def test_a_prompt_is_hashed_once_and_when_it_is_submitted(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the caller's thread, salt and all; the generation thread finds it done."""
+    """A prompt is hashed once, salt and all, in the thread that submits it; the generation thread finds it done."""
     worker, _ = make_worker()
     threads: list[threading.Thread] = []
     for name in ("root", "extend"):
@@ -487,7 +497,7 @@ def test_a_prompt_is_hashed_once_and_when_it_is_submitted(
 
 
 def _note_hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """A list that gets the digest of each block that is hashed from now on."""
+    """Return a list that gets the digest of each block that is hashed from now on."""
     digests: list[bytes] = []
     real = ChainHasher.extend
 
@@ -596,7 +606,9 @@ def test_switched_off_the_numbers_are_there_and_zero(make_worker: MakeWorker) ->
 def test_what_a_preempted_request_finds_again_is_no_hit_of_its_prompt(
     make_engine: Callable[..., Engine], make_request: MakeRequest, warm: bool
 ) -> None:
-    """`num_cached_tokens` is what its first admission skipped."""
+    """What a preempted request finds again is no hit of its prompt: `num_cached_tokens` is what its first admission
+    skipped.
+    """
     engine = make_engine()
     if warm:
         engine.add(make_request("before", PROMPT[:9], max_tokens=1))
@@ -616,7 +628,7 @@ def test_what_a_preempted_request_finds_again_is_no_hit_of_its_prompt(
 
 
 class Moving:
-    """An engine over weights that are written, without a word, while its next step computes."""
+    """Holds an engine over weights that are written, without a word, while its next step computes."""
 
     def __init__(self, make_engine: Make, **options: int) -> None:
         self.module = TinyModule()

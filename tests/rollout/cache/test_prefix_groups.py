@@ -1,4 +1,4 @@
-"""Who computes what several requests begin with, and who waits: leaders, followers, groups of samples."""
+"""Of requests that begin alike one computes and others wait: leaders, followers, groups of samples."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def _three() -> list[tuple[str, list[int]]]:
 
 
 def test_a_follower_waits_for_the_block_and_not_for_the_request(make_engine: Make, make_request: MakeRequest) -> None:
-    """Under chunked prefill, and when it comes later: it goes on once the last shared block is there."""
+    """A follower, which may come later, waits for the last shared block and not for the request that computes it in
+    chunks.
+    """
     engine = make_engine(max_num_batched_tokens=8)
     engine.add(make_request("a", [*PREFIX, *range(60, 92)], max_tokens=9))
     engine.step()
@@ -128,7 +130,7 @@ def test_an_aborted_leader_hands_over(
 def test_nobody_waits_for_a_prompt_that_is_scored_and_that_memory_may_take(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
-    """`late` is scored, so it may stand still; `early`, which waits for memory, does not stand behind it."""
+    """Nobody waits for a prompt that is scored, `late`: it may stand still behind `early`, which waits for memory."""
     engine = make_engine(num_blocks=37, block_size=2, max_num_batched_tokens=8)
     stem = [*PREFIX, *range(60, 76)]
     others = [make_request("ends soon", [95] * 12, max_tokens=11)]
@@ -239,7 +241,9 @@ def test_an_update_that_waits_is_not_held_up_by_followers(make_worker: MakeWorke
 def test_a_group_computes_its_prompt_once(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, length: int, max_num_seqs: int, policy: str
 ) -> None:
-    """The partly filled block is copied, the logits are used for all; also when the samples do not fit at once."""
+    """A group computes its prompt once: the partly filled block is copied, the logits are used for all; also when the
+    samples do not fit at once.
+    """
     engine = make_engine(max_num_seqs=max_num_seqs, eviction_policy=policy)
     group = make_request("a", PREFIX[:length], n=5, max_tokens=7)
     engine.add(group)
@@ -272,7 +276,9 @@ def test_a_group_computes_its_prompt_once_under_chunks_and_beside_others(
 def test_a_leader_that_comes_back_holds_its_prompt_at_once(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, length: int
 ) -> None:
-    """All of it but its last token is cached, so its first step is a decode, and it ends before it fills a block."""
+    """A leader that comes back holds its prompt at once: all of it but its last token is cached, so its first step is a
+    decode, and it ends before it fills a block.
+    """
     engine = make_engine(max_num_seqs=1)
     group = make_request("a", PREFIX[:length], n=3, max_tokens=11 - length)
     engine.add(group)
@@ -302,7 +308,9 @@ def test_a_held_prompt_goes_before_a_running_request_does(
 
 
 def prompt_tokens_computed(engine: Engine, *requests: Request) -> int:
-    """All that was computed, less one step for each sampled token but the first."""
+    """Return the count of prompt tokens that were computed: all that were, less one for each sampled token but the
+    first.
+    """
     computed = engine.counters.prefill_tokens_computed + engine.counters.decode_tokens_computed
     return computed - sum(len(tokens) - 1 for request in requests for tokens in outputs(request))
 
@@ -312,7 +320,9 @@ def prompt_tokens_computed(engine: Engine, *requests: Request) -> int:
 def test_a_group_in_tight_memory_computes_its_prompt_once(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, max_num_seqs: int, spare: int, recurrent: bool
 ) -> None:
-    """The pool holds the samples that run, and no block for the end of the prompt beside theirs."""
+    """A group in tight memory computes its prompt once: the pool holds the samples that run, and no block for the end
+    of the prompt beside theirs.
+    """
     options = {"recurrent": True, "num_checkpoints": 32, "num_held": 1} if recurrent else {}
     engine = make_engine(
         num_blocks=3 + 4 * max_num_seqs + spare,
@@ -344,7 +354,9 @@ def test_what_a_group_computes_again_was_lost_by_those_preempted(
     num_blocks: int,
     recurrent: bool,
 ) -> None:
-    """Behind the full blocks of the prompt, that is; and 15 tokens whenever nobody has had its end."""
+    """A group computes again only what those preempted have lost behind the full blocks of the prompt, and 15 tokens
+    whenever nobody has had its end.
+    """
     options = {"recurrent": True, "num_checkpoints": 32, "num_held": 2} if recurrent else {}
     engine = make_engine(
         num_blocks=num_blocks,
@@ -380,7 +392,9 @@ def test_what_a_group_computes_again_was_lost_by_those_preempted(
 def test_a_prompt_that_was_given_up_is_computed_again_by_one_sample(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, leader_ends: bool, max_num_seqs: int, recurrent: bool
 ) -> None:
-    """It holds the end again: those that could begin with it wait for that, the others find it."""
+    """A prompt that was given up is computed again by one sample, which holds the end again: those that could begin
+    with it wait for that, the others find it.
+    """
     options = {"recurrent": True, "num_checkpoints": 8, "num_held": 1} if recurrent else {}
     engine = make_engine(max_num_seqs=max_num_seqs, **options)
     ends = tuple(oracle(PREFIX[:7], 0, 1)) if leader_ends else ()
@@ -398,7 +412,9 @@ def test_a_prompt_that_was_given_up_is_computed_again_by_one_sample(
 def test_a_prefill_waits_while_one_that_ended_at_its_prompt_goes_on(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
-    """To hold a state again, a chunk ends at the end of the prompt: so two prefills are unfinished after that step."""
+    """A prefill waits while one that ended at its prompt goes on: to hold a state again, a chunk ends at the end of the
+    prompt, so that two prefills are unfinished after that step.
+    """
     engine = make_engine(recurrent=True, num_held=1, max_num_seqs=2, max_num_batched_tokens=8, num_blocks=30)
     group = make_request("group", list(range(6)), n=3, max_tokens=20)
     engine.add(group)
@@ -412,7 +428,7 @@ def test_a_prefill_waits_while_one_that_ended_at_its_prompt_goes_on(
 
 
 def test_one_of_several_held_prompts_is_given_up(make_request: MakeRequest) -> None:
-    """The one whose samples wait longest, and only until there is room."""
+    """Of several held prompts the one whose samples wait longest is given up, and only until there is room."""
     cache = PrefixCache(7, 4, 4, 32)
     groups = [_tracked(cache, make_request(name, [start] * 6, n=2)) for name, start in (("a", 1), ("b", 2))]
     other = make_request("other", [50] * 4)
@@ -473,7 +489,9 @@ def test_a_held_prompt_that_leaves_no_room_for_its_own_samples_is_given_up(
 def test_others_do_not_take_the_memory_of_a_prompt_whose_samples_wait(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
-    """The block that the first sample has filled is never left without those before it."""
+    """Others do not take the memory of a prompt whose samples wait: the block that the first sample has filled is never
+    left without those before it.
+    """
     engine = make_engine(num_blocks=9, max_num_seqs=2)
     long = make_request("long", [90] * 5, max_tokens=27)
     group = make_request("group", PREFIX[:6], n=3, max_tokens=6)
@@ -485,7 +503,9 @@ def test_others_do_not_take_the_memory_of_a_prompt_whose_samples_wait(
 
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 def test_a_match_made_before_an_eviction_is_not_used_after_it(make_request: MakeRequest, policy: str) -> None:
-    """A prompt's last block is held, filled and published; those before it must not go while it stands."""
+    """A match that was made before an eviction is not used after it: while a prompt's last block is held, filled and
+    published, those before it stay.
+    """
     cache = PrefixCache(6, 4, 4, 32, eviction_policy=policy)
     first, second = _tracked(cache, make_request("group", PREFIX[:6], n=2, max_tokens=4))
     (waiting,) = _tracked(cache, make_request("waiting", [*PREFIX[:8], 90], max_tokens=1))
@@ -685,7 +705,9 @@ def test_a_prompt_s_slot_is_free_again_when_what_still_reads_it_is_on_its_way() 
 def test_one_prompt_after_another_is_held_in_the_same_slot(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, held: int
 ) -> None:
-    """Without a slot, samples that begin when the leader has gone on compute the prompt again."""
+    """One prompt after another is held in the same slot. Without a slot, samples that begin when the leader has gone on
+    compute the prompt again.
+    """
     engine = make_engine(recurrent=True, num_held=held, max_num_seqs=2)
     for ordinal in range(3):
         other = make_request(f"other{ordinal}", [90 + ordinal], ordinal=2 * ordinal, max_tokens=3)  # ends meanwhile

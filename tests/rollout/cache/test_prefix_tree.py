@@ -1,4 +1,4 @@
-"""The tree alone: who follows whom, and what it remembers of evictions."""
+"""The tree alone knows who follows whom, and remembers evictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent states: who takes a checkpoint for whom, and who goes on from it."""
+"""Sequences take checkpoints of recurrent states for each other, and go on from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(make_engine: Make) -> Make:
 
 
 def first_starts(engine: Engine) -> dict[str, int]:
-    """Where each request's first chunk began."""
+    """Return where each request's first chunk began."""
     return {name: start for plan in reversed(engine.runner.plans) for name, _, start, _ in plan}
 
 
@@ -38,7 +38,7 @@ def own_ends(count: int, shared: int, make_request: MakeRequest) -> list[Request
 def test_of_several_whose_prefix_has_no_state_one_computes_it(
     make: Make, make_request: MakeRequest, oracle: Oracle, budget: int
 ) -> None:
-    """Its KV is cached and its state is not: the first computes the prefix again, the others wait for the state."""
+    """Of requests whose prefix is cached without a state one computes it again; the others wait for the state."""
     engine = make(max_num_batched_tokens=budget)
     run(engine, make_request("cold", STEM, max_tokens=1))
     before = engine.counters.prefill_tokens_computed
@@ -61,7 +61,7 @@ def test_one_that_shares_less_of_what_is_computed_again_waits_for_less(make: Mak
 def test_who_waits_for_a_state_is_handed_over(
     make: Make, make_request: MakeRequest, oracle: Oracle, abort: bool
 ) -> None:
-    """When the one that computes it is aborted, or weights change."""
+    """Who waits for a state is let go when the one that computes it is aborted, or weights change."""
     engine = make(max_num_batched_tokens=8)
     run(engine, make_request("cold", STEM, max_tokens=1))
     requests = own_ends(3, 24, make_request)
@@ -84,7 +84,7 @@ def test_who_waits_for_a_state_is_handed_over(
 
 
 def test_a_failed_pass_leaves_no_state(make: Make, make_request: MakeRequest) -> None:
-    """It computes again what others have published, and comes to nothing."""
+    """A pass that fails leaves no state, though it computes again what others have published."""
     engine = make()
     run(engine, make_request("cold", STEM, max_tokens=1))
     kept = len(engine.cache.checkpoints)
@@ -138,7 +138,9 @@ def test_a_preempted_prompt_goes_on_at_the_block_below(make: Make, make_request:
 def test_a_hit_that_resumes_at_the_first_token_is_a_counted_miss(
     make: Make, make_request: MakeRequest, length: int, checkpoints: int, missed: int
 ) -> None:
-    """The state behind the last token of a prompt is no use, and a prompt of one block has no other."""
+    """A hit that resumes at the first token is a counted miss: the state behind the last token of a prompt is no use,
+    and a prompt of one block has no other.
+    """
     engine = make(num_checkpoints=checkpoints)
     for name in ("cold", "warm"):
         request = make_request(name, STEM[:length], max_tokens=1)
@@ -156,8 +158,10 @@ def test_a_hit_that_resumes_at_the_first_token_is_a_counted_miss(
 def test_a_state_that_is_there_is_not_taken_again(
     make: Make, make_request: MakeRequest, oracle: Oracle, length: int, num_states: int, again: dict[str, int]
 ) -> None:
-    """Three prompts of two blocks and a budget for their states: when one is computed again to be scored, or comes
-    again as whole blocks whose last token has to be computed, the states of the two others stay."""
+    """A state that is there is not taken again. There are three prompts of two blocks and a budget for their states:
+    when one is computed again to be scored, or comes again as whole blocks whose last token has to be computed, the
+    states of the two others stay.
+    """
     engine = make(num_checkpoints=num_states, block_size=8, max_num_batched_tokens=64)
     first, second, third = ([number, *STEM[: length - 1]] for number in (50, 60, 70))
     for name, prompt in (("a", first), ("b", second), ("c", third)):

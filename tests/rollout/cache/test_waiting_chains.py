@@ -1,4 +1,4 @@
-"""Where waiting prompts leave a running chain, against a plain search."""
+"""Waiting prompts leave a running chain where a plain search says that they do."""
 
 from hypothesis import given
 from hypothesis import strategies as st
