@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the one before are read: the same samples, and nothing left behind."""
+"""Steps that are launched before the tokens of the one before are read give the same samples, and leave nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_what_was_computed_behind_the_end_of_a_sample_is_void(
 
 
 def test_nobody_waits_for_a_step_longer_because_of_it(make_engine: Build, make_request: Build) -> None:
-    """A request that finds a seat is in the step after next at the latest, whatever runs ahead."""
+    """Nobody waits for a step longer because others run ahead: a request that finds a seat is in the step after next at
+    the latest.
+    """
     engine = make_engine(run_ahead=True)
     engine.add(make_request("first", PROMPT, max_tokens=30))
     for _ in range(5):
@@ -79,7 +81,9 @@ def test_what_needs_the_token_before_is_not_launched_ahead(
 def test_the_state_of_a_sample_that_ended_is_kept_only_as_of_a_boundary_it_still_has(
     block_size: int, length: int, make_engine: Build, make_request: Build, oracle: Oracle
 ) -> None:
-    """The step ahead has moved the state on: what is resumed from must be that of the tokens before it."""
+    """The state of a sample that ended is kept only as of a boundary that it still has: the step ahead has moved the
+    state on, and what is resumed from must be that of the tokens before it.
+    """
     engine = make_engine(recurrent=True, num_checkpoints=8, num_held=1, run_ahead=True, block_size=block_size)
     alone = oracle(PROMPT, 0, length)
     finish(engine, make_request("first", PROMPT, max_tokens=12, eos=(alone[-1],)))
@@ -93,7 +97,9 @@ def test_the_state_of_a_sample_that_ended_is_kept_only_as_of_a_boundary_it_still
 def test_a_token_that_is_computed_again_alone_is_no_decode(
     make_engine: Build, make_request: Build, oracle: Oracle
 ) -> None:
-    """The decodes leave room for one token a step, with which a preempted sample computes its context anew."""
+    """A token that a preempted sample computes again alone, to get its context back, counts as no decode: the decodes
+    leave room for one token a step.
+    """
     engine = make_engine(run_ahead=True, max_num_seqs=4, max_num_batched_tokens=4, prefix_caching=False)
     requests = [make_request(f"r{i}", [i + 1], max_tokens=21 if i < 3 else 12) for i in range(4)]
     for request in requests:
@@ -184,7 +190,7 @@ def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
     reads.start()
 
     def open_for_two_steps() -> None:
-        """The one that computes when the pause is asked for, and the one that was launched ahead."""
+        """Open the gate for the step that computes when the pause is asked for, and the one that was launched ahead."""
         wait_until(lambda: num_waiting(worker))
         gate.release()
         wait_until(lambda: len(seen) >= 5)
@@ -219,7 +225,7 @@ def test_a_commit_that_fails_in_a_command_leaves_nobody_waiting(make_worker: Bui
     gate.wait_for_a_step()
 
     def open_for_two_steps() -> None:
-        """The one that computes when the pause is asked for, and the one that was launched ahead."""
+        """Open the gate for the step that computes when the pause is asked for, and the one that was launched ahead."""
         wait_until(lambda: num_waiting(worker))
         gate.release(2)
 

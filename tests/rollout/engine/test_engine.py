@@ -1,4 +1,4 @@
-"""One engine without threads: what is committed, what ends a sample, what fails."""
+"""One engine without threads commits what it should, ends samples as it should, and fails as it should."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_rows_with_nan_fail_their_request_and_no_other(
 def test_a_long_sample_has_both_scores_of_each_token(
     make_engine: Make, make_request: MakeRequest, temperature: float
 ) -> None:
-    """Where the report is at temperature 1 they are the same; more tokens than there is room for at first."""
+    """A sample of more tokens than there is room for at first has both scores of each token, which are the same where
+    the report is at temperature 1.
+    """
     engine = make_engine(max_model_len=256)
     engine.add(make_request("a", [1, 2, 3], max_tokens=150, temperature=temperature))
     (request,) = run(engine)
@@ -162,7 +164,7 @@ def test_an_eos_setting_may_be_absent_one_or_many() -> None:
 
 
 class ByteTokenizer:
-    """One token a byte, so that a character may straddle tokens."""
+    """Decodes one token as one byte, so that a character may straddle tokens."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens

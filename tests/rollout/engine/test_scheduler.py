@@ -1,4 +1,4 @@
-"""What a step computes, in which order, and what it costs."""
+"""A step computes what it should, in the right order, at the cost that it should have."""
 
 from __future__ import annotations
 
