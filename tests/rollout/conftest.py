@@ -1,4 +1,4 @@
-"""A runner that computes nothing but checks everything it is given, and factories over it.
+"""Give tests a runner that computes nothing but checks everything it is given, and factories over it.
 
 Its pages hold the token ids themselves, so a step can see whether every earlier position of a sequence
 is where the block table says; the next token is a hash of what it reads there. Beside each token stands the
@@ -40,12 +40,12 @@ EMPTY = -1
 
 
 def fake_token(tokens: list[int], sample: int, salt: int = 0) -> int:
-    """The token that follows `tokens` in a sample: what the fake model "samples"."""
+    """Return the token that follows `tokens` in a sample: what the fake model "samples"."""
     return zlib.crc32(np.array([*tokens, 1000 + sample, salt], np.int64).tobytes()) % VOCAB
 
 
 def fake_continuation(prompt: list[int], sample: int, count: int, salt: int = 0) -> list[int]:
-    """The oracle: a sample computed alone, with no engine."""
+    """Compute a sample alone, with no engine: the oracle."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(fake_token(tokens, sample, salt))
@@ -61,7 +61,7 @@ class State:
 
 
 class FakeStep:
-    """A step that a `FakeRunner` has launched, which takes until its result is asked for."""
+    """Is a step that a `FakeRunner` has launched, which takes until its result is asked for."""
 
     def __init__(self, runner: FakeRunner, outcome: StepResult) -> None:
         self.runner = runner
@@ -82,7 +82,8 @@ class FakeStep:
 
 
 class FakeRunner:
-    """`gate`: when set, each step passes through it. `fail_with`: raised by the next step.
+    """Runs steps of the fake model. `gate`: when set, each step passes through it. `fail_with`: raised by the next
+    step.
 
     `meanwhile`: called while the next step computes.
     `nan_ids`: requests whose rows come out as not finite."""
@@ -118,7 +119,7 @@ class FakeRunner:
         self.pages = None
 
     def forget_weights(self) -> None:
-        """Nothing is worked out of weights here."""
+        """Do nothing, as nothing is worked out of weights here."""
 
     def launch(self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: FakeStep | None = None) -> FakeStep:
         """Computes at once; a GPU would compute in the same order."""
@@ -189,7 +190,9 @@ class FakeRunner:
             self.live[slot] = self.live[source]
 
     def _advance(self, item: ScheduledSequence, known: list[int], oldest: int) -> None:
-        """The live state has taken in what comes before the chunk, under the same weights, and takes in the chunk."""
+        """Check that the live state has taken in what comes before the chunk, under the same weights; let it take in
+        the chunk.
+        """
         slot = item.sequence.slot
         if item.start:
             assert self.live[slot] == State(known[: item.start], oldest), "the state is not that of the tokens before"
@@ -226,7 +229,7 @@ def build_engine(
     run_ahead: bool = False,
     watch: WeightWatch | None = None,
 ) -> Engine:
-    """`recurrent`: the model has states too."""
+    """Build an engine over a fake runner. `recurrent`: the model has states too."""
     states = (
         CheckpointPool(num_checkpoints, block_size, range(max_num_seqs, max_num_seqs + num_held)) if recurrent else None
     )
@@ -267,7 +270,7 @@ def build_request(
 
 
 class TinyModule(nn.Module):
-    """Weights for the update tests: a tied pair, a buffer that persists and one that does not."""
+    """Has weights for the update tests: a tied pair, a buffer that persists and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,18 +283,18 @@ class TinyModule(nn.Module):
 
 
 def tracked(cache: Cache, request: Request) -> Sequence:
-    """The first sequence of a request, which the cache knows from now on."""
+    """Return the first sequence of a request, which the cache knows from now on."""
     cache.track(request)
     return request.sequences[0]
 
 
 def weights_of(worker: RolloutWorker) -> dict[str, torch.Tensor]:
-    """A copy of the weights that the worker generates with."""
+    """Return a copy of the weights that the worker generates with."""
     return {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
 
 
 def worker_parts(engine: Engine, weights: WorkerWeights, **given: Any) -> WorkerParts:
-    """What a worker is made of around an engine whose runner has no model."""
+    """Return what a worker is made of around an engine whose runner has no model."""
     parts = {
         "config": RolloutConfig(),
         "adapters": AdapterRegistry(weights.module),
@@ -322,7 +325,7 @@ def oracle() -> Callable[..., list[int]]:
 
 @pytest.fixture
 def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
-    """`make_worker(shared=..., **engine options)`; every worker is closed at the end of the test.
+    """Give `make_worker(shared=..., **engine options)`; every worker is closed at the end of the test.
 
     `module`: in the place of a `TinyModule`. `beside`: a worker on a shared module, which the new one is to run on too.
     """

@@ -1,4 +1,4 @@
-"""A worker that computes, with steps that wait for the test: no request ends by itself, however late the test looks."""
+"""Let a worker compute, with steps that wait for the test: no request ends by itself, however late the test looks."""
 
 from __future__ import annotations
 

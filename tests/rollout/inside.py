@@ -1,4 +1,4 @@
-"""The one place where tests look inside a worker for what its calls do not say."""
+"""Look inside a worker for what its calls do not say: the one place where tests do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has a name in shared memory. Other processes are at work there too, those of tests that run beside."""
+"""List what has a name in shared memory. Other processes are at work there too, those of tests that run beside."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A gate for the steps of a fake model, and the order of threads that a test needs, without a clock."""
+"""Hold the steps of a fake model at a gate, and threads in the order that a test needs, without a clock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Llamas of random weights: the smallest that a folder can hold, and one that another process loads or is sent; and a
-tokenizer that falls back to bytes as Llama's does."""
+"""Make Llamas of random weights: the smallest that a folder can hold, and one that another process loads or is sent;
+and a tokenizer that falls back to bytes as Llama's does.
+"""
 
 import torch
 from tokenizers import Tokenizer, decoders
