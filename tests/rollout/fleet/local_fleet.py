@@ -1,4 +1,4 @@
-"""A fleet whose replicas are workers in this process, over a runner that computes nothing; each can be killed."""
+"""Make a fleet whose replicas are workers in this process, over a runner that computes nothing; each can be killed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class LocalFleet:
         self.ports[name].kill(self.fleet._crew.background.loop)
 
     def busy(self) -> list[str]:
-        """The replicas that have a request in flight."""
+        """Return the replicas that have a request in flight."""
         return [name for name, load in self.fleet._crew.router.loads().items() if load]
 
     def __enter__(self) -> LocalFleet:

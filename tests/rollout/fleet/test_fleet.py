@@ -1,4 +1,4 @@
-"""The front of a fleet over replicas in this process: one worker to its callers, whatever happens to its replicas."""
+"""A fleet over replicas in this process is one worker to its callers, whatever happens to its replicas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gated(port: LocalPort) -> None:
 
 
 def as_of_feeds(fleet: Fleet, name: str) -> float:
-    """One of the replicas' numbers, added up, as the last feeds told it."""
+    """Add up one of the replicas' numbers, as the last feeds told it."""
     return sum(stats[name] for stats in fleet.replica_stats().values())
 
 
@@ -113,7 +113,7 @@ def test_tokens_stream_while_the_request_runs() -> None:
 
 
 def test_a_request_keeps_its_tokens_wherever_it_runs() -> None:
-    """Each request without a seed gets its own."""
+    """A request keeps its tokens wherever it runs, as each request without a seed gets its own."""
     seeds = []
     for replicas in (1, 3):
         with LocalFleet(replicas=replicas) as local:
@@ -203,7 +203,9 @@ def test_cancelling_a_finished_request_leaves_the_next_one_of_its_name_alone() -
 
 
 def test_a_cancel_that_comes_late_ends_no_later_request_of_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request ends, and another takes its id, before the replica is told."""
+    """A cancel that comes late ends no later request of the id: the request ends, and another takes its id, before the
+    replica is told.
+    """
     with LocalFleet(replicas=1, prepare=gated) as local:
         background, port = local.fleet._crew.background, local.ports["0"]
         first = local.fleet.submit([1, 2], PARAMS, "mine")
@@ -412,7 +414,9 @@ def test_a_replica_that_comes_back_has_the_weights_and_the_state_of_the_fleet() 
 
 
 def test_a_replica_without_the_weights_takes_no_requests() -> None:
-    """The others sleep, and can not give them; once they are awake, they do."""
+    """A replica without the weights takes no requests while the others sleep, and can not give them; once they are
+    awake, they do.
+    """
     with LocalFleet(replicas=2) as local:
         local.fleet.receive_weights(TinyModule())
         local.fleet.sleep("weights")
@@ -426,11 +430,11 @@ def test_a_replica_without_the_weights_takes_no_requests() -> None:
 
 
 def test_an_update_during_which_a_replica_dies_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It dies with the update in its hands."""
+    """An update reaches the others when a replica dies with the update in its hands."""
     with LocalFleet(replicas=3, sync_timeout=0.3, max_restarts=1) as local:
 
         def join(*place: Any, timeout: float) -> Any:
-            """Only the first group, which not all of them join, is not waited for."""
+            """Join a group; only the first one, which not all of them join, is not waited for."""
             try:
                 return gloo_group(*place, timeout=timeout)
             finally:
@@ -515,7 +519,9 @@ def test_a_sleep_that_is_refused_changes_nothing_for_replicas_that_come_later() 
 
 
 def test_a_part_of_the_weights_is_not_given_to_a_replica_whose_own_are_incomplete() -> None:
-    """It gets all of them from one that has the rest."""
+    """A part of the weights is not given to a replica whose own are incomplete: it gets all of them from one that has
+    the rest.
+    """
     with LocalFleet(replicas=2) as local:
         new, broken = TinyModule(), local.ports["0"].side.rollout
         local.fleet.receive_weights(new)
@@ -536,7 +542,9 @@ def test_closing_fails_what_runs() -> None:
 
 
 def test_closing_fails_what_is_sent_while_it_fails_the_rest() -> None:
-    """As by a trainer's thread that sends on while another one closes."""
+    """Closing a fleet also fails what is sent while it fails the rest, as by a trainer's thread that sends on while
+    another one closes.
+    """
     later: list[FleetHandle] = []
     local = LocalFleet(prepare=gated)
     handle = local.fleet.submit([1], PARAMS)

@@ -1,4 +1,4 @@
-"""Adapters on a fleet: every replica has them, each request has the bits of one worker, and a death loses none."""
+"""Every replica of a fleet has its adapters, each request has the bits of one worker, and a death loses none."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save_adapter(folder: Path, seed: int, alpha: int = 6) -> Path:
 
 
 class ModelFleet:
-    """A fleet whose replicas are workers of this process; each can be killed, and told to refuse a command."""
+    """Holds a fleet whose replicas are workers of this process; each can be killed, and told to refuse a command."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         self.ports: dict[str, LocalPort] = {}
@@ -125,7 +125,7 @@ def test_requests_of_any_replica_have_the_bits_of_one_worker(local: ModelFleet, 
 
 
 def test_a_new_versions_folder_says_its_own_scale(local: ModelFleet, tmp_path: Path) -> None:
-    """Whatever config= the version before was given: as on one worker."""
+    """A new version's folder says its own scale, as on one worker, whatever config= the version before was given."""
     folders = save_adapter(tmp_path / "a", seed=1), save_adapter(tmp_path / "b", seed=1, alpha=60)
     with RolloutWorker(tiny(0), config=CONFIG) as worker:
         for rollout in (worker, local.fleet):
@@ -142,7 +142,9 @@ def test_a_new_versions_folder_says_its_own_scale(local: ModelFleet, tmp_path: P
 def test_the_router_finds_what_is_cached_under_the_adapter_of_the_models_folder(
     name: str | None, tmp_path: Path
 ) -> None:
-    """And under the model alone: a conversation's second turn is matched by what the replicas say of the first."""
+    """The router finds what is cached under the adapter of the model's folder, and under the model alone: a
+    conversation's second turn is matched by what the replicas say of the first.
+    """
     tiny(0).save_pretrained(tmp_path / "base")
     folder = save_adapter(tmp_path / "adapter", seed=1)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -195,7 +197,9 @@ def test_a_replica_that_is_started_again_has_the_adapters(local: ModelFleet, tmp
 
 @pytest.mark.parametrize("renewed", [False, True])
 def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(renewed: bool, tmp_path: Path) -> None:
-    """Under a new version it would be another request: it is lost, which is no mistake of its caller."""
+    """A request goes on elsewhere while its adapter is there. Under a new version it would be another request: it is
+    lost, which is no mistake of its caller.
+    """
     folder, taken = save_adapter(tmp_path / "a", seed=1), list[LocalPort]()
 
     def never_answer_the_first(port: LocalPort) -> None:
@@ -232,7 +236,9 @@ def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(renewed: bool, t
 def test_a_replica_that_is_started_again_reads_the_commit_of_a_name_that_the_others_have(
     local: ModelFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch has moved on meanwhile."""
+    """A replica that is started again reads the commit of a name that the others have, though the branch has moved on
+    meanwhile.
+    """
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     fleet, name = local.fleet, "samebit-tests/adapter"
@@ -250,7 +256,9 @@ def test_a_replica_that_is_started_again_reads_the_commit_of_a_name_that_the_oth
 
 
 def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: ModelFleet, tmp_path: Path) -> None:
-    """It is asked to by the load, as all are, and by what brings it to the state of the fleet."""
+    """A replica that comes back during a load reads the adapter once, though it is asked to by the load, as all are,
+    and by what brings it to the state of the fleet.
+    """
     asked_for = threading.Event()
 
     def let_both_ask(port: LocalPort) -> None:
@@ -283,7 +291,9 @@ def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: M
 def test_a_replica_that_comes_back_during_a_load_and_reads_another_adapter_fails_the_load(
     local: ModelFleet, tmp_path: Path
 ) -> None:
-    """It was dead when the others were asked, and has read the folder before they have told what they read."""
+    """A replica fails the load that was dead when the others were asked, and has read another adapter from the folder
+    before they have told what they read.
+    """
     fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
     read, may_answer = threading.Event(), threading.Event()
     load = local.ports["1"].side.rollout.load_adapter
@@ -339,7 +349,9 @@ def test_an_adapter_that_is_dropped_while_a_replica_reads_it_again_is_dropped_th
 
 
 def test_a_folder_that_has_changed_is_not_read_again(local: ModelFleet, tmp_path: Path) -> None:
-    """As a trainer that saves over it: the fleet's version is lost with the replica, and nothing else is served."""
+    """A folder that has changed, as by a trainer that saves over it, is not read again: the fleet's version is lost
+    with its replicas, and nothing else is served.
+    """
     fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
     fleet.load_adapter("a", folder)
     save_adapter(folder, seed=2)
@@ -352,7 +364,7 @@ def test_a_folder_that_has_changed_is_not_read_again(local: ModelFleet, tmp_path
 
 
 def test_a_stream_that_is_no_source_is_gone_through(local: ModelFleet) -> None:
-    """The trainer's other ranks gather it too, and would wait."""
+    """A stream that is refused is read to its end: the trainer's other ranks gather it too, and would wait."""
     for error, options in ((TypeError, {}), (AdapterError, {"in_flight": "keep"})):
         gathered: list[str] = []
         with pytest.raises(error):

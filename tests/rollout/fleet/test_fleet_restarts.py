@@ -1,4 +1,4 @@
-"""Replicas of a fleet that are started again: they come back in the state of the fleet, or not at all."""
+"""Replicas of a fleet that are started again come back in the state of the fleet, or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def came_back(local: LocalFleet) -> None:
 
 
 def test_a_replica_comes_back_while_the_cache_sleeps_and_the_weights_were_discarded() -> None:
-    """As between the steps of a trainer on the same GPU: the weights are awake, to be written."""
+    """A replica comes back as the others are, also between the steps of a trainer on the same GPU: the cache sleeps,
+    the weights were discarded and are awake, to be written.
+    """
     with LocalFleet(replicas=2) as local:
         local.fleet.receive_weights(TinyModule())
         local.fleet.sleep(level=2)
@@ -61,7 +63,9 @@ def test_discarded_weights_stay_discarded_in_a_replica_that_comes_back() -> None
 
 
 def test_a_replica_that_can_not_be_brought_to_the_state_of_the_fleet_is_stopped() -> None:
-    """It may have reserved the cores that the next one needs."""
+    """A replica that can not be brought to the state of the fleet is stopped, as it may have reserved the cores that
+    the next one needs.
+    """
     ports: list[LocalPort] = []
 
     def refuse_to_pause(port: LocalPort) -> None:
@@ -137,7 +141,7 @@ def test_a_broken_replica_is_started_again() -> None:
 
 
 def test_what_a_broken_replica_still_tells_leaves_nothing_in_use() -> None:
-    """A feed of it may come after it was found broken."""
+    """A broken replica's feed that comes after it was found broken leaves nothing in use."""
 
     def tell_at_the_end(port: LocalPort) -> None:
         muted(port)
@@ -168,7 +172,9 @@ def test_what_a_broken_replica_still_tells_leaves_nothing_in_use() -> None:
 
 @pytest.mark.parametrize("command", ["receive_weights", "pause", "sleep", "stats"])
 def test_a_call_to_all_is_not_stopped_by_a_broken_replica(command: str) -> None:
-    """It comes before a feed has told. An update waits for the broken one, and is made again."""
+    """A call to all is not stopped by a broken replica of which no feed has told yet. An update waits for the broken
+    one, and is made again.
+    """
     with LocalFleet(replicas=2, prepare=muted, silent_seconds=HANG, sync_timeout=HANG) as local:
         weights, timeouts = local.fleet._weights, chain([0.2], repeat(HANG))
         takers = weights._takers
@@ -212,7 +218,9 @@ def test_a_request_that_breaks_a_replica_is_not_sent_to_the_next() -> None:
 
 
 def test_one_request_that_fails_tells_that_a_replica_is_broken() -> None:
-    """It has nothing to do from then on, and would be given those that follow until its next feed."""
+    """A replica that fails one request counts as broken: it has nothing to do from then on, and would be given those
+    that follow until its next feed.
+    """
     failed = 0
     with LocalFleet(replicas=2, prepare=muted, silent_seconds=HANG) as local:
         local.ports["0"].runner.fail_with = RuntimeError("boom")
@@ -227,7 +235,9 @@ def test_one_request_that_fails_tells_that_a_replica_is_broken() -> None:
 
 
 def test_a_request_of_a_broken_replica_is_not_sent_again_where_its_error_is_lost() -> None:
-    """As when the process is ended before the answer has left it."""
+    """A request of a broken replica is not sent again where its error is lost, as when the process is ended before the
+    answer has left it.
+    """
     taken: list[LocalPort] = []
 
     def lose_the_first_answer(port: LocalPort) -> None:
@@ -285,7 +295,9 @@ def test_a_pause_that_fails_is_none() -> None:
 
 
 def test_a_pause_that_one_replica_refuses_is_none() -> None:
-    """It sleeps over a request that has begun, and can not finish it; the other has paused meanwhile."""
+    """A pause that one replica refuses is none for the others: the one that refuses sleeps over a request that has
+    begun, and can not finish it; the other has paused meanwhile, and goes on.
+    """
     with LocalFleet(replicas=2, prepare=gated) as local, ThreadPoolExecutor(1) as other:
         fleet, handle = local.fleet, local.fleet.submit([1] * 9, PARAMS)
         busy = local.ports[local.busy()[0]]
@@ -318,7 +330,7 @@ def test_a_pause_of_a_paused_fleet_that_is_refused_leaves_it_paused() -> None:
 
 
 def test_a_sleep_that_one_replica_refuses_is_none() -> None:
-    """What slept before sleeps on."""
+    """A sleep that one replica refuses is none: what slept before sleeps on, and nothing else."""
     with LocalFleet(replicas=2) as local:
         local.fleet.sleep("kv_cache")
         refuse(local.ports["0"], "sleep")
@@ -332,7 +344,9 @@ def test_a_sleep_that_one_replica_refuses_is_none() -> None:
 
 
 def test_an_interrupted_pause_is_none_once_the_replicas_are_done_with_it() -> None:
-    """Its caller does not wait for the requests that it waited for."""
+    """An interrupted pause is none once the replicas are done with it; its caller does not wait for the requests that
+    it waited for.
+    """
     with LocalFleet(replicas=2, prepare=gated) as local:
         fleet, ports = local.fleet, list(local.ports.values())
         handles = [fleet.submit([number] * 9, PARAMS) for number in range(2)]
@@ -391,7 +405,9 @@ class NotedLock:
 
 
 def test_a_fleet_that_is_closed_while_a_replica_waits_for_its_turn_gives_the_turn_back() -> None:
-    """A replica comes back during an update, and the fleet is closed; the update ends later."""
+    """A replica that waits for its turn to come back, during an update, gives the turn back when the fleet is closed
+    before the update ends.
+    """
     turn = NotedLock()
     with LocalFleet(replicas=2) as local:
         local.fleet._weights._turn = turn
@@ -406,7 +422,9 @@ def test_a_fleet_that_is_closed_while_a_replica_waits_for_its_turn_gives_the_tur
 
 
 def test_an_interrupt_after_the_last_answer_lets_the_replicas_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command has ended by then, and nothing of it is left that could see that its caller has gone."""
+    """An interrupt after the last answer lets the replicas go on: the command has ended by then, and nothing of it is
+    left that could see that its caller has gone.
+    """
 
     def interrupted_late(doing: Doing[Any]) -> None:
         doing.wait()
@@ -425,7 +443,9 @@ def test_an_interrupt_after_the_last_answer_lets_the_replicas_go_on(monkeypatch:
 
 
 def test_what_goes_on_after_a_refusal_leaves_a_later_sleep_alone() -> None:
-    """The caller of the refused command is interrupted while replicas go on, and the next command has its turn."""
+    """What goes on after a refusal leaves a later sleep alone: the caller of the refused command is interrupted while
+    replicas go on, and the next command has its turn.
+    """
     with LocalFleet(replicas=2) as local:
         fleet, resumed, may_wake = local.fleet, threading.Event(), threading.Event()
         refuse(local.ports["0"], "pause")
@@ -449,7 +469,9 @@ def test_what_goes_on_after_a_refusal_leaves_a_later_sleep_alone() -> None:
 
 
 def test_a_replica_that_came_back_during_a_sleep_that_is_refused_gets_the_weights() -> None:
-    """Nobody could give them while the others slept."""
+    """A replica that came back during a sleep that is refused gets the weights, which nobody could give while the
+    others slept.
+    """
     came, new = threading.Event(), TinyModule()
     with LocalFleet(replicas=3) as local, ThreadPoolExecutor(1) as other:
         fleet, side = local.fleet, local.ports["2"].side

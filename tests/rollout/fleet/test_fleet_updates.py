@@ -29,7 +29,9 @@ BIAS = {"proj.bias": torch.full((5,), 9.0)}
 
 
 def test_a_part_of_the_weights_is_not_given_to_a_replica_that_lacks_the_rest() -> None:
-    """The only one was started again, with the folder's weights."""
+    """A part of the weights is not given to the only replica, which was started again with the folder's weights and
+    lacks the rest.
+    """
     with LocalFleet(replicas=1) as local:
         local.fleet.receive_weights(TinyModule())
         local.kill("0")
@@ -105,7 +107,9 @@ def versions(sample: SampleOutput) -> set[int]:
 def test_a_replica_that_gets_the_weights_later_deals_with_its_requests_as_the_update_was_asked_to(
     in_flight: str, tmp_path: Path
 ) -> None:
-    """A request that goes on with what it has would be a mixture, which its caller has ruled out."""
+    """A replica that gets the weights later deals with its requests as the update was asked to: one that goes on with
+    what it has would be a mixture, which its caller has ruled out.
+    """
     with LocalFleet(replicas=2, prepare=gated) as local:
         fleet = local.fleet
         handle = fleet.submit([1] * 9, PARAMS)
@@ -146,7 +150,9 @@ def test_a_replica_whose_requests_had_to_finish_first_gets_the_weights_once_a_pa
 
 
 def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for requests, for longer than the sender waits."""
+    """An update that all have taken counts, though its sender has given up: it waited for requests, for longer than the
+    sender waits.
+    """
     gave_up = threading.Event()
 
     class Sender(BroadcastSender):
@@ -183,7 +189,9 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
 
 
 def test_what_a_replica_takes_of_an_interrupted_update_is_the_fleets(tmp_path: Path) -> None:
-    """One reads the folder when the caller has gone, the other can not: no two weights are ever of one version."""
+    """What a replica takes of an interrupted update becomes the fleet's: one reads the folder when the caller has gone,
+    the other can not, and no two weights are ever of one version.
+    """
     new, began, may_read = TinyModule(), threading.Event(), threading.Event()
     with LocalFleet(replicas=2) as local:
         fleet, side = local.fleet, local.ports["0"].side
@@ -261,7 +269,7 @@ def test_a_replica_gets_the_weights_where_the_first_that_has_them_hangs() -> Non
 
 
 def test_a_stream_is_gone_through_whatever_ends_its_update() -> None:
-    """The trainer's other ranks gather it too, and would wait."""
+    """A stream is read to its end whatever ends its update: the trainer's other ranks gather it too, and would wait."""
 
     async def refuse(source: object, **options: object) -> None:
         raise RuntimeError("not now")

@@ -38,7 +38,7 @@ def test_a_stream_that_lost_tokens_ends_with_an_error() -> None:
 
 
 def overtaken(port: LocalPort, command: str) -> None:
-    """Ray lets a small call overtake one with large arguments: the replica hears of the command first."""
+    """Let the replica hear of the command before the request, as Ray lets a small call overtake a large one."""
     run, told, heard = port.side.run_followed, getattr(port.side, command), asyncio.Event()
 
     async def first(number: int) -> None:
@@ -75,7 +75,9 @@ def test_a_large_request_streams_too() -> None:
 
 
 def test_a_request_that_is_followed_twice_streams_once() -> None:
-    """As when its replica has died while its reader was made: both tell the next one."""
+    """A request that is followed twice streams once: when a replica has died while its reader was made, both tell the
+    next one.
+    """
     with LocalFleet(replicas=1, prepare=gated) as local:
         port, seen = local.ports["0"], list[int]()
         handle = local.fleet.submit([3, 4], SamplingParams(max_tokens=20))
@@ -107,7 +109,9 @@ def test_a_large_request_can_be_cancelled_at_once(by_id: bool) -> None:
 
 
 def test_a_cancel_that_comes_after_the_end_ends_no_later_request_of_the_id() -> None:
-    """A replica cannot tell it from one that comes too early."""
+    """A cancel that comes after the end ends no later request of the id, though a replica cannot tell it from one that
+    comes too early.
+    """
     with LocalFleet(replicas=1) as local:
         side, ended, cancelled = local.ports["0"].side, list[str](), asyncio.Event()
         run, cancel = side.run_followed, side.cancel

@@ -1,4 +1,4 @@
-"""What a worker says of its cache is what its cache can hit; and the key that names blocks stays secret."""
+"""A worker says of its cache what its cache can hit; and the key that names blocks stays secret."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drain(router: Router, journal: CacheJournal) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "ref_zero"])
 def test_a_router_knows_what_a_worker_has_cached(make_worker: Callable[..., tuple], policy: str) -> None:
-    """Small pools evict; updates and sleep clear."""
+    """A router knows what a worker has cached, though small pools evict, and updates and sleep clear."""
     worker, _ = make_worker(num_blocks=20, block_size=4, max_model_len=64, eviction_policy=policy)
     index = worker._engine.cache.index
     worker.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9]], GREEDY)  # before anybody listens

@@ -1,4 +1,4 @@
-"""Replicas in actors of Ray: the bits of one worker, weights for all, and death."""
+"""Replicas in actors of Ray have the bits of one worker and weights for all, and survive deaths."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(folder: Path, seed: int | None = None) -> LlamaForCausalLM:
-    """The folder's model, or one of other weights."""
+    """Return the folder's model, or one of other weights."""
     model = LlamaForCausalLM.from_pretrained(folder)
     if seed is not None:
         torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def fleet(cluster: None, folder: Path) -> Iterator[RayFleet]:
 
 
 def differing(model: torch.nn.Module, outputs: list, temperature: float) -> int:
-    """How many tokens have another log-probability than the trainer computes."""
+    """Count the tokens that have another log-probability than the trainer computes."""
     found = 0
     for output in outputs:
         for sample in output.samples:
@@ -124,7 +124,9 @@ def test_commands_reach_all_actors(fleet: RayFleet) -> None:
 
 @pytest.mark.parametrize("by_id", [False, True])
 def test_a_large_request_can_be_cancelled_at_once(fleet: RayFleet, by_id: bool) -> None:
-    """Arguments of more than 100 KiB go another way, and the cancel overtakes them; so long a prompt does, too."""
+    """A large request can be cancelled at once. Arguments of more than 100 KiB go another way, and the cancel overtakes
+    them, as it does so long a prompt.
+    """
     fleet.pause()
     try:
         handle = fleet.submit([1], replace(LONG, cache_salt="x" * 200_000))
@@ -135,7 +137,7 @@ def test_a_large_request_can_be_cancelled_at_once(fleet: RayFleet, by_id: bool) 
 
 
 def test_a_server_in_front_of_a_fleet(fleet: RayFleet, folder: Path) -> None:
-    """Bits, streams, sessions, control, and numbers by replica."""
+    """A server in front of a fleet has the bits, streams, sessions, control, and numbers by replica."""
     setup = read_setup([str(folder), "--port", "0", "--control-port", "0", "--control", "loopback"], {})
     service = Service(fleet, setup.settings, NAME, byte_tokenizer())
     server = Server(service, sockets := open_sockets(setup.settings))
@@ -204,7 +206,7 @@ def test_a_client_that_never_reads_holds_up_nobody(fleet: RayFleet) -> None:
 
 @soak
 def test_a_killed_replica_comes_back_with_the_weights_of_the_others(fleet: RayFleet, folder: Path) -> None:
-    """The last update was of another model than the folder's."""
+    """A killed replica comes back with the weights of the others, here of another model than the folder's."""
     model = model_of(folder, 5)
     fleet.receive_weights(model)
     handles = [fleet.submit([number], LONG) for number in range(4)]
@@ -230,7 +232,9 @@ def test_a_killed_replica_comes_back_with_the_weights_of_the_others(fleet: RayFl
 def test_a_replica_that_is_started_again_reads_the_commit_that_the_fleet_has_found(
     cluster: None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch has moved on meanwhile, and no update has told the two apart."""
+    """A replica that is started again reads the commit that the fleet has found: the branch has moved on meanwhile, and
+    no update has told the two apart.
+    """
 
     def use_the_cache() -> None:
         huggingface_hub.constants.HF_HUB_CACHE = str(tmp_path / "hub")
@@ -268,7 +272,7 @@ def test_bad_fleets_are_named(cluster: None, folder: Path) -> None:
 def test_cores_that_others_hold_are_not_waited_for_without_end(
     fleet: RayFleet, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray would never place the last actor."""
+    """Cores that others hold are not waited for without end: Ray would never place the last actor."""
     monkeypatch.setattr(room, "SETTLE_SECONDS", 1)
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
     said = r"3 replicas of 1 cores need 3; of the 4 cores of the Ray cluster others hold 2"
@@ -308,7 +312,9 @@ def test_only_a_placement_groups_cores_are_not_held_by_others(
 def test_the_cores_of_a_server_are_shared_as_its_cluster_counts_them(
     cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has 4; a container's machine, or that of the front, may have others."""
+    """The cores of a server are shared as its cluster counts them, which has 4; a container's machine, or that of the
+    front, may have others.
+    """
     asked: list[int] = []
 
     def start(model: Pinned, *, num_cpus: int, **_: object) -> None:
@@ -324,7 +330,9 @@ def test_the_cores_of_a_server_are_shared_as_its_cluster_counts_them(
 def test_replicas_are_counted_by_the_nodes_on_which_they_fit(
     cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An actor's cores are those of one node: three nodes of 4 cores fit three actors of 3, not four."""
+    """Replicas are counted by the nodes on which they fit, as an actor's cores are those of one node: three nodes of 4
+    cores fit three actors of 3, not four.
+    """
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}] * 3 + [{"Alive": False, "Resources": {"CPU": 64.0}}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     assert [room.even_share(replicas) for replicas in (1, 2, 3, 4, 6, 7, 12, 13)] == [4, 4, 4, 2, 2, 1, 1, 1]

@@ -1,4 +1,6 @@
-"""Fleets over two nodes of Ray on this machine, and fronts that are killed: each starts processes of its own."""
+"""Fleets run over two nodes of Ray on this machine, and outlive fronts that are killed: each starts processes of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def two_nodes() -> Iterator[None]:
 
 
 def test_weights_are_broadcast_to_two_nodes(two_nodes: None, folder: Path) -> None:
-    """A node has one core, so each gets one replica; one that is killed gets its weights from the other node."""
+    """Weights are broadcast to two nodes: a node has one core, so each gets one replica; one that is killed gets its
+    weights from the other node.
+    """
     config = RolloutConfig(max_num_seqs=8, num_blocks=200, num_threads=1)
     torch.manual_seed(7)
     new = LlamaForCausalLM(LlamaForCausalLM.from_pretrained(folder).config)
@@ -96,7 +100,7 @@ def test_a_front_that_is_killed_leaves_nothing_and_begins_again(folder: Path) ->
 
 
 def answered_and_killed(folder: Path, port: int) -> dict[int, str]:
-    """The processes of a front that has answered a request, and was killed, with their names."""
+    """Return the processes of a front that has answered a request, and was killed, with their names."""
     front, base = start_front(folder, port), f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: front.poll() is not None or ready(base))
@@ -125,7 +129,7 @@ def ready(base: str) -> bool:
 
 
 def children(pid: int) -> set[int]:
-    """All processes that a process has started, and those that they have."""
+    """Return all processes that a process has started, and those that they have."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""The server behind Ray Serve's proxies."""
+"""The server works behind Ray Serve's proxies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_what_serve_does_itself_is_refused_by_name(settings: dict, deployment: d
     ("replicas", "given", "cores"), [(4, {}, 0), (4, {"runtime_env": {}}, 0), (4, {"num_cpus": 2}, 2), (1, {}, 1)]
 )
 def test_a_front_takes_no_core_from_its_replicas(replicas: int, given: dict, cores: int) -> None:
-    """All cores of a node may be theirs; a front that is the worker computes itself, and has Serve's one."""
+    """A front takes no core from its replicas, which may have all of a node; a front that is the worker computes
+    itself, and has Serve's one.
+    """
     from samebit.rollout.integrations.ray.serve import application
 
     options = {"ray_actor_options": given} if given else {}
@@ -69,7 +71,7 @@ def test_a_front_takes_no_core_from_its_replicas(replicas: int, given: dict, cor
 
 @pytest.fixture(scope="module")
 def token() -> Iterator[str]:
-    """A token in the environment of a cluster that begins after it."""
+    """Put a token into the environment of a cluster that begins after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAMEBIT_SERVE_CONTROL_TOKEN", "secret")
         yield "secret"
@@ -82,7 +84,9 @@ def test_it_answers_behind_a_proxy_with_the_trainers_bits(
     cluster: None,
     tmp_path: Path,
 ) -> None:
-    """The replicas have all cores of the cluster, and the front none."""
+    """The server answers behind a proxy with the trainer's bits; the replicas have all cores of the cluster, and the
+    front none.
+    """
     from samebit.kernels import bind, token_logprobs
     from samebit.rollout import RolloutConfig
     from samebit.rollout.integrations.ray.serve import application

@@ -1,4 +1,4 @@
-"""Where a router sends requests, and what it knows of caches elsewhere."""
+"""A router sends requests where it should, and knows what caches elsewhere hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 16
 
 
 def chain(name: str, length: int) -> list[bytes]:
-    """A chain of digests; two that begin alike share their names' beginning."""
+    """Return a chain of digests; two that begin alike share their names' beginning."""
     return [f"{name}{i}".encode() for i in range(length)]
 
 

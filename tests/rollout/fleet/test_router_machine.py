@@ -1,5 +1,6 @@
-"""A router beside a dictionary: whatever messages are lost, doubled, late or out of order, nothing is promised that the
-replica had lost when it sent the last message that counted."""
+"""A router promises nothing that a replica had lost when it sent the last message that counted, whatever messages are
+lost, doubled, late or out of order. It runs beside a dictionary.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ replicas = st.sampled_from(NAMES)
 
 @dataclass
 class Replica:
-    """A cache as a set; `known` is what it had when it wrote the last message that the router took, None before."""
+    """Holds a cache as a set; `known` is what it had when it wrote the last message that was taken, None before."""
 
     life: int = 1
     epoch: int = 0
@@ -36,7 +37,7 @@ class Replica:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Replicas publish chains and evict them from their ends, as caches do."""
+    """Lets replicas publish chains and evict them from their ends, as caches do."""
 
     @initialize()
     def begin(self) -> None:
@@ -96,7 +97,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(name=replicas, data=st.data(), keep=st.booleans())
     def deliver(self, name: str, data: st.DataObject, keep: bool) -> None:
-        """Any message, mostly the first; it may come again."""
+        """Deliver any message, mostly the first; it may come again."""
         replica = self.replicas[name]
         if not replica.sent:
             return
