@@ -1,4 +1,6 @@
-"""Folders that can not be loaded: `ModelLoadError` from a worker, one line and exit code 2 from the command line."""
+"""Folders that can not be loaded raise `ModelLoadError` in a worker, and give one line and exit code 2 on the command
+line.
+"""
 
 from __future__ import annotations
 

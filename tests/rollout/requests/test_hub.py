@@ -35,7 +35,7 @@ FIRST, SECOND = "a" * 40, "b" * 40
 
 
 class Cache:
-    """The cache of one user: blobs, and snapshots and refs that name them."""
+    """Writes the cache of one user: blobs, and snapshots and refs that name them."""
 
     def __init__(self, folder: Path, name: str = NAME) -> None:
         self.repo = folder / f"models--{name.replace('/', '--')}"
@@ -55,7 +55,7 @@ class Cache:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two folders with other weights."""
+    """Return two folders with other weights."""
     folders = []
     for seed in range(2):
         folders.append(tmp_path_factory.mktemp("model"))
@@ -94,7 +94,7 @@ def test_a_worker_takes_a_name_and_a_revision(cache: Cache, models: list[Path]) 
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> dict[str, Any]:
-    """The config of an adapter in the folder "adapter", which a test may change."""
+    """Save an adapter in the folder "adapter"; return its config, which a test may change."""
     peft = pytest.importorskip("peft")
     peft.get_peft_model(smallest(), peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained("adapter")
     config: dict[str, Any] = json.loads(Path("adapter/adapter_config.json").read_text())
@@ -119,7 +119,9 @@ def test_an_adapter_brings_its_model_in_the_revision_that_it_names(
 
 
 def test_a_worker_loads_an_adapter_by_its_name_and_revision(cache: Cache, models: list[Path]) -> None:
-    """Of two versions of an adapter; a revision of what is no name is refused, and nothing is known of the adapter."""
+    """A worker loads an adapter by its name and revision, here of two versions. A revision of what is no name is
+    refused, and nothing is known of the adapter.
+    """
     peft, name = pytest.importorskip("peft"), "samebit-tests/adapter"
     hub = Cache(cache.repo.parent, name)
     for number, ref in enumerate(("v1", "main")):
@@ -160,7 +162,7 @@ def test_bench_takes_an_adapter(cache: Cache, adapter: dict[str, Any], capsys: p
 def test_a_server_of_an_adapter_has_the_tokenizer_of_its_folder_or_of_its_model(
     cache: Cache, adapter: dict[str, Any], own: bool
 ) -> None:
-    """In the revision of the model that it is told."""
+    """A server of an adapter has the tokenizer of its folder, or of its model in the revision that it is told."""
     Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": NAME}))
     for folder, name in ((cache.repo / "snapshots" / FIRST, "of the model"), (Path("adapter"), "of the adapter")):
         tokenizer = byte_fallback_tokenizer()
@@ -175,8 +177,9 @@ def test_a_server_of_an_adapter_has_the_tokenizer_of_its_folder_or_of_its_model(
 
 @pytest.fixture
 def moving(cache: Cache, models: list[Path], adapter: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names whose main branch was looked for: each time it moves on, to the other model. There is an adapter too,
-    as a folder and as a name."""
+    """List the names whose main branch was looked for: each time it moves on, to the other model. There is an adapter
+    too, as a folder and as a name.
+    """
     Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": NAME}))
     caches = {NAME: (cache, models[0]), ADAPTER: (Cache(cache.repo.parent, ADAPTER), Path("adapter"))}
     caches[ADAPTER][0].add("d" * 40, Path("adapter"), "main")
@@ -240,7 +243,9 @@ def test_the_command_line_takes_names(cache: Cache, capsys: pytest.CaptureFixtur
 def test_a_commit_in_the_cache_is_taken_where_the_hub_is_not_reached(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a commit huggingface_hub asks for the list of files, and passes on what its HTTP client raises."""
+    """A commit in the cache is taken where the hub is not reached: huggingface_hub asks for a commit's list of files,
+    and passes on what its HTTP client raises.
+    """
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # it does not listen

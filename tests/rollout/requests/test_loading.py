@@ -1,4 +1,4 @@
-"""Models that can not be served, each refused with its cause; and the few facts taken from one that can."""
+"""Models that can not be served are refused, each with its cause; and the few facts of one that can are right."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_a_tensor_of_another_shape_is_refused_by_name_and_shapes(folder: Path) -
     ("text", "said"), [("{", "can not be read: .*"), ("[1]", "must hold an object, and holds a list")]
 )
 def test_a_generation_config_that_can_not_be_read_is_refused(folder: Path, text: str, said: str) -> None:
-    """It has the end tokens, without which requests would run to their length."""
+    """A generation config that can not be read is refused: it has the end tokens, without which requests would run to
+    their length.
+    """
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=rf"generation_config\.json {said}"):
         load_model(folder, DEFAULT)
@@ -169,7 +171,9 @@ def test_more_memory_than_there_is(config: RolloutConfig) -> None:
 
 
 def test_end_tokens_outside_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
-    """As configs of cut-down models have them: what one request masks must not take the others down."""
+    """End tokens outside the vocabulary, as configs of cut-down models have them, do no harm: what one request masks
+    must not take the others down.
+    """
     with RolloutWorker(tiny(eos_token_id=[3, 50, 151645, -1])) as worker:
         assert worker.eos_token_ids == (3,)
         (output,) = worker.generate([[1, 2]], SamplingParams(max_tokens=4, min_tokens=4))
@@ -185,7 +189,9 @@ def test_other_objects_are_no_model(wrong: object) -> None:
 
 
 def test_a_model_on_two_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `device_map="auto"` makes them. Torch's fake tensors stand in for those of GPUs."""
+    """A model on two GPUs is refused, as `device_map="auto"` makes them. Torch's fake tensors stand in for those of
+    GPUs.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     module = tiny()
     with FakeTensorMode():
@@ -198,7 +204,9 @@ def test_a_model_on_two_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_folders_are_read_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two readings that overlap leave classes of transformers without `tie_weights`, for all later models."""
+    """Folders are read one after the other: two readings that overlap leave classes of transformers without
+    `tie_weights`, for all later models.
+    """
     read, both = AutoModelForCausalLM.from_pretrained, threading.Barrier(2)
     overlaps: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""What is refused when parameters, configurations and requests are made."""
+"""Parameters, configurations and requests that are wrong are refused when they are made."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_numpy_s_scalars_are_the_numbers_that_they_hold() -> None:
 
 
 def take(field: str, value: object) -> tuple[object, str]:
-    """The value that is kept, and why it was refused."""
+    """Return the value that is kept, and why it was refused."""
     try:
         return vars(SamplingParams(**{field: value, "max_tokens": None}))[field], ""
     except ValueError as error:
@@ -279,7 +279,9 @@ def test_a_share_of_a_gpu_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_share_is_measured_without_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound model is a circle: it is in memory until the collector comes by."""
+    """A share of memory is measured without what nobody holds: a bound model is a circle, and in memory until the
+    collector comes by.
+    """
     dropped = nn.Linear(1, 1)
     vars(dropped)["forward"] = dropped.forward
     found = weakref.ref(dropped)
@@ -292,7 +294,9 @@ def test_a_share_is_measured_without_what_nobody_holds(monkeypatch: pytest.Monke
 
 
 def test_the_largest_step_scores_as_many_prompt_tokens_as_a_step_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the rows of the sequences; it is computed on the CPU here, where no memory is counted."""
+    """The largest step scores as many prompt tokens as a step may, beside the rows of the sequences; it is computed on
+    the CPU here, where no memory is counted.
+    """
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -329,7 +333,7 @@ def test_the_size_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     "size", [1, 1000, 1074, 2**20 - 1, 2**20, 2**20 + 1, 3 * 10**8 + 7, 2**30, 2**30 + 1, 10**12 + 9]
 )
 def test_the_number_that_an_error_asks_for_is_accepted(size: int) -> None:
-    """And no number with as many digits below it."""
+    """The number that an error asks for is accepted, and no number with as many digits below it."""
     with pytest.raises(ValueError, match="at least") as caught:
         count_blocks(RolloutConfig(kv_cache_gb=1e-12).with_block_size(None), size, 100)
     with pytest.raises(ValueError, match="at least") as states:

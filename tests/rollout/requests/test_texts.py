@@ -1,4 +1,4 @@
-"""The text of a sample is one, however it is made: at once, as it grows, with and without stop strings."""
+"""A sample has one text, however it is made: at once, as it grows, with and without stop strings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Counting:
 @example([0x80] * 120)
 @given(st.lists(st.sampled_from([*"\U0001f600\u65e5a ".encode(), 0x80, 0xFF]), max_size=120))
 def test_what_is_no_character_is_decoded_once_and_again_for_a_few_tokens(ids: list[int]) -> None:
-    """Bytes of which no character comes would all be, with each of them."""
+    """Bytes of which no character comes are decoded once, and again for a few tokens, not all of them with each."""
     tokenizer = Counting()
     matcher = StopStringMatcher(tokenizer, ())
     for token in ids:
@@ -64,7 +64,7 @@ class Speaking:
 
 @pytest.mark.parametrize("before", ["", "ab"])
 def test_tokens_that_are_skipped_are_decoded_once(before: str) -> None:
-    """As end tokens that end no sample: all of them would be decoded again with each."""
+    """Tokens that are skipped, as end tokens that end no sample, are decoded once, not all of them with each."""
     tokenizer = Speaking()
     matcher = StopStringMatcher(tokenizer, ("END",))
     ids = [*before.encode(), *[0] * 100, *b"cEN", *[0] * 100, ord("D")]
@@ -82,7 +82,7 @@ def test_a_skipped_token_in_a_character_leaves_it_whole() -> None:
 
 
 def test_stop_strings_that_do_not_come_leave_the_text_alone() -> None:
-    """A sampled byte is seldom a whole character: these texts have many that are not."""
+    """Stop strings that do not come leave the text alone, here texts with many bytes that are no whole character."""
     model = smallest(vocab_size=len(TOKENIZER))
     params = {"n": 16, "max_tokens": 20, "seed": 0, "ignore_eos": True}
     with RolloutWorker(model, tokenizer=TOKENIZER) as worker:
@@ -105,7 +105,7 @@ class Incomplete:
 def test_an_aborted_sample_has_the_text_of_all_its_tokens(
     make_worker: Callable[..., tuple[Any, Any]], stop: str | None
 ) -> None:
-    """Also what is held back for the rest of a character."""
+    """An aborted sample has the text of all its tokens, also what is held back for the rest of a character."""
     worker, runner = make_worker(tokenizer=Incomplete())
     runner.gate = StepGate(5)
     handle = worker.submit([3, 1], SamplingParams(max_tokens=30, stop=stop))
@@ -129,7 +129,9 @@ class Numbers:
 def test_the_token_that_ends_a_sample_is_not_in_its_text(
     make_worker: Callable[..., tuple[Any, Any]], oracle: Callable[..., list[int]], stop: str | None, of_the_model: bool
 ) -> None:
-    """As in vLLM; nor does a stop string end in it. Where the length ends a sample, all tokens are in its text."""
+    """The token that ends a sample is not in its text, nor does a stop string end in it, as in vLLM. Where the length
+    ends a sample, all tokens are in its text.
+    """
     first, last = oracle([3, 1], 0, 2)
     worker, _ = make_worker(tokenizer=Numbers(), eos=(last,) if of_the_model else ())
     ends = SamplingParams(max_tokens=2, stop=stop, stop_token_ids=None if of_the_model else [last])

@@ -1,4 +1,4 @@
-"""What the user supplies and the generation thread calls: whatever it raises, the other requests go on."""
+"""Whatever the user supplies and the generation thread calls may raise: the other requests go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = SamplingParams(max_tokens=5, stop="\u2028\N{SNOWMAN}")
 
 
 class Panic(BaseException):
-    """As extensions in Rust raise it: no `Exception`."""
+    """Stands for what extensions in Rust raise: no `Exception`."""
 
 
 class FaultyTokenizer:
@@ -74,7 +74,9 @@ def test_a_tokenizer_that_fails_fails_its_own_request(
 
 
 def test_a_tokenizer_that_fails_at_the_end_of_a_sample(make_worker: MakeWorker) -> None:
-    """At the last token the text that was held back is decoded once more, outside of any search."""
+    """A tokenizer may fail at the end of a sample: at the last token the text that was held back is decoded once more,
+    outside of any search.
+    """
     calls = iter(["\ufffd"] * 3)
 
     class Late:
@@ -104,7 +106,7 @@ def test_a_text_that_can_not_be_decoded_is_named_without_stop_strings_too(make_w
 
 
 class Raising(logging.Handler):
-    """A user's handler that does not catch its own errors."""
+    """Raises, as a user's handler does that does not catch its own errors."""
 
     def emit(self, record: logging.LogRecord) -> None:
         raise OSError("the log's disk is full")
@@ -146,7 +148,9 @@ def test_a_log_that_raises_breaks_nobody(
 def test_a_log_that_raises_leaves_the_weights_complete(
     make_worker: MakeWorker, oracle: Oracle, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An update that changes nothing is warned of while it is written."""
+    """A log that raises leaves the weights complete: it is told of an update that changes nothing while that is
+    written.
+    """
     worker, _ = make_worker()
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
     assert worker.receive_weights(weights).changed == ()
