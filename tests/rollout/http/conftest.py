@@ -1,4 +1,4 @@
-"""One server for all tests of a process."""
+"""Give all tests of a process one server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def _idle_behind_each_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test ends with: the server of the next one is awake, goes on, and has nothing that runs."""
+    """Leave the server awake and going on, with nothing that runs, whatever a test ends with."""
     if "served" not in request.fixturenames:
         yield
         return

@@ -1,4 +1,4 @@
-"""A server over a tiny model with a tokenizer of bytes, in a thread of the test's process."""
+"""Serve a tiny model with a tokenizer of bytes, in a thread of the test's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong is answered with its status and a message that names it, and the server goes on."""
+"""A wrong request is answered with its status and a message that names what is wrong, and the server goes on."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ FLOODS = [
 
 @pytest.mark.parametrize(("model", "body"), FLOODS)
 def test_a_body_that_is_wrong_throughout_is_few_errors(model: type[Strict], body: dict[str, object]) -> None:
-    """Each takes far more memory than the item that it is about."""
+    """A body that is wrong throughout is few errors, as each takes far more memory than the item that it is about."""
     with pytest.raises(ValidationError) as wrong:
         model.model_validate(body)
     assert wrong.value.error_count() <= 4  # one for each form that the field may have
@@ -171,7 +171,7 @@ def test_a_body_that_can_not_be_read_is_told_why(served: Served, body: bytes, sa
 
 
 def test_a_body_that_does_not_say_that_it_is_json_is_told_how(served: Served) -> None:
-    """As curl sends it, unless it is told."""
+    """A body that does not say that it is JSON, as curl sends it unless it is told, is told how."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = served.http.post(served.base + COMPLETIONS, content=json.dumps(TEXT), headers=form)
     assert answer.status_code == 400

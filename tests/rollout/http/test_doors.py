@@ -1,4 +1,4 @@
-"""Who is let in: by which token, at which listener, and under whatever path the application is mounted."""
+"""Nobody is let in without the right token, at the right listener, under whatever path the application is mounted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ async def empty() -> dict[str, Any]:
 def test_tokens_are_asked_for_wherever_the_application_is_mounted(
     served: Served, mount: str, api_key: str | None
 ) -> None:
-    """As behind Ray Serve with a `route_prefix`, which leaves that in the path."""
+    """Tokens are asked for wherever the application is mounted, as behind Ray Serve, whose `route_prefix` stays in the
+    path.
+    """
     service = beside(served, control="token", control_token="secret", api_key=api_key)
 
     async def check() -> None:
@@ -55,7 +57,7 @@ def test_tokens_are_asked_for_wherever_the_application_is_mounted(
 
 @pytest.mark.parametrize("server", [("10.0.0.5", 8001), ("::1", 8001), ("127.0.0.1", 8000), ("socket", None), None])
 def test_only_the_address_of_the_control_listener_has_control(served: Served, server: tuple[str, int] | None) -> None:
-    """Two listeners may have one port, at two addresses."""
+    """Only the address of the control listener has control: two listeners may have one port, at two addresses."""
     app = create_app(beside(served, control="loopback"), ("127.0.0.1", 8001))
 
     def asked(server: tuple[str, int] | None) -> int:

@@ -23,7 +23,9 @@ APART = ["/pause", "/sleep", "/metrics", "/init_weight_transfer_engine"]
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_input_breaks_the_server(served: Served, mode: GenerationMode) -> None:
-    """The listener of control has every endpoint. Standing still, and waiting for a sender, are apart."""
+    """No input breaks the server, whose listener of control has every endpoint. Standing still, and waiting for a
+    sender, are apart.
+    """
     with serving(served.folder, "--control", "loopback", "--max-model-len", "40", "--max-n", "4") as short:
         schema = schemathesis.openapi.from_url(f"{short.control}/openapi.json").exclude(path=APART)
         operations = [operation.ok() for operation in schema.get_all_operations()]

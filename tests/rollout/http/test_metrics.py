@@ -1,4 +1,4 @@
-"""What Prometheus reads, and whether the dashboard asks for what is there."""
+"""Prometheus reads what it should, and the dashboard asks for what is there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakeWorker = Callable[..., tuple[RolloutWorker, FakeRunner]]
 
 
 def read(served: Served) -> dict[str, float]:
-    """Every sample by its name, summed over its labels. None is there twice: Prometheus would take neither."""
+    """Return every sample by its name, summed over its labels. None is there twice: Prometheus would take neither."""
     text = served.http.get(f"{served.base}/metrics").text
     found: dict[str, float] = {}
     seen = set()
@@ -77,7 +77,9 @@ def test_the_numbers_are_the_workers(served: Served) -> None:
 def test_samples_that_nobody_waits_for_any_more_are_counted_each(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    """And nothing else of them, whether the abort has ended them by then or not."""
+    """Samples that nobody waits for any more are counted each, and nothing else of them, whether the abort has ended
+    them by then or not.
+    """
     worker, runner = make_worker()
     gate = runner.gate = StepGate()
     service, abort = Service(worker, ServeSettings(), NAME, None), worker.abort
@@ -99,7 +101,9 @@ def test_samples_that_nobody_waits_for_any_more_are_counted_each(
 
 
 def test_time_passes_between_the_tokens_of_a_stream(served: Served) -> None:
-    """Tokens that are read together have none between them, so a busy machine is asked again."""
+    """Time passes between the tokens of a stream. Tokens that are read together have none between them, so a busy
+    machine is asked again.
+    """
     name = "vllm:inter_token_latency_seconds_count"
     before = read(served).get(name, 0.0)
 
@@ -122,7 +126,7 @@ def test_the_dashboard_asks_for_what_is_there(served: Served) -> None:
 
 @needs("promtool")
 def test_promtool_finds_nothing_but_vllms_colons(served: Served) -> None:
-    """It wants no colon in a name; dashboards for vLLM want vLLM's names."""
+    """Promtool, which wants no colon in a name, finds nothing but those of vLLM's names, which dashboards want."""
     served.client.completions.create(model=NAME, prompt="a", max_tokens=2)
     text = served.http.get(f"{served.base}/metrics").text
     found = subprocess.run(["promtool", "check", "metrics"], input=text, text=True, check=False, capture_output=True)
@@ -142,7 +146,9 @@ def test_promql_understands_the_dashboard(tmp_path: Path) -> None:
 
 @needs("prometheus")
 def test_a_prometheus_scrapes_what_is_told(served: Served, tmp_path: Path) -> None:
-    """Each sample of /metrics is a series in its database, and the numbers are the worker's."""
+    """A Prometheus scrapes what is told: each sample of /metrics is a series in its database, and the numbers are the
+    worker's.
+    """
     served.client.completions.create(model=NAME, prompt="a", max_tokens=3)
     job = {"job_name": "samebit", "static_configs": [{"targets": [served.base.removeprefix("http://")]}]}
     config = tmp_path / "prometheus.yml"

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, asked by the real client over a real socket."""
+"""OpenAI's endpoints answer the real client over a real socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Turn = tuple[list[int], list[int], str]
 
 
 def bits(value: float) -> bytes:
-    """The bits of a float32 that came as a JSON number; nothing may have been rounded."""
+    """Return the bits of a float32 that came as a JSON number; nothing may have been rounded."""
     packed = struct.pack("f", value)
     assert struct.unpack("f", packed)[0] == value
     return packed
@@ -126,7 +126,7 @@ def test_ignore_eos_is_honoured_on_both_endpoints(served: Served, endpoint: str)
 
 
 def test_null_is_16_tokens_of_a_completion_and_what_fits_of_a_chat(served: Served) -> None:
-    """As in vLLM."""
+    """A max_tokens of null gives 16 tokens of a completion and what fits of a chat, as in vLLM."""
     more = {"model": NAME, "max_tokens": None, "extra_body": {"ignore_eos": True}}
     assert served.client.completions.create(prompt="a", **more).usage.completion_tokens == 16
     messages = [{"role": "user", "content": "x" * 1980}]
@@ -157,7 +157,9 @@ def test_echo_scores_a_prompt(served: Served) -> None:
 
 
 def test_tokens_are_named_by_their_ids(served: Served) -> None:
-    """As vLLM's clients ask for them; the sampled token is among the alternatives, also where none was asked for."""
+    """Tokens are named by their ids when asked, as by vLLM's clients; the sampled token is among the alternatives, also
+    where none was asked for.
+    """
     more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     asked = {"model": NAME, "n": 2, "max_tokens": 6, "seed": 4, "extra_body": more}
     for count in (0, 2):
@@ -174,7 +176,9 @@ def test_tokens_are_named_by_their_ids(served: Served) -> None:
 
 
 def test_alternatives_of_one_text_are_all_there(served: Served) -> None:
-    """Parts of characters have one text; the sampled token's number stands under its own name."""
+    """Alternatives of one text, as parts of characters have, are all there; the sampled token's number stands under its
+    own name.
+    """
     asked = {"model": NAME, "prompt": "ab", "n": 4, "max_tokens": 20, "seed": 6, "logprobs": 20}
     more = {"return_token_ids": True, "ignore_eos": True}
     by_text = served.client.completions.create(**asked, extra_body=more).choices
@@ -230,7 +234,9 @@ def test_a_tool_call_is_read(served: Served) -> None:
 
 
 def test_a_session_goes_on_from_its_token_ids(served: Served) -> None:
-    """The model writes "a" and "b" as two tokens, which the tokenizer would merge into one."""
+    """A session goes on from its token ids: the model writes "a" and "b" as two tokens, which the tokenizer would merge
+    into one.
+    """
     a, b = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b"])
 
     def turn(messages: list[ChatCompletionMessageParam], session: str | None) -> ChatCompletion:
@@ -259,7 +265,9 @@ def test_a_session_goes_on_from_its_token_ids(served: Served) -> None:
 
 
 def test_an_answer_that_has_ended_is_continued_before_its_end(served: Served) -> None:
-    """In a session too; one that was cut off goes on from its very ids."""
+    """An answer that has ended is continued before its end, in a session too; one that was cut off goes on from its
+    very ids.
+    """
     a, b, end = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b", "<|im_end|>"])
 
     def turn(messages: list[ChatCompletionMessageParam], session: str | None, then: int, **more: object) -> Turn:

@@ -1,4 +1,4 @@
-"""The RL dialect: token ids in and out, pauses, sleep, and weights."""
+"""The RL dialect speaks of token ids in and out, pauses, sleep, and weights."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_a_generated_stream_ends_with_the_versions(served: Served) -> None:
 
 
 def test_what_prime_rl_puts_among_the_sampling_parameters_is_taken(served: Served) -> None:
-    """Its trainer's settings and its salt come there, and from the second turn on where routed experts would begin."""
+    """The server takes what prime-rl puts among the sampling parameters: its trainer's settings and its salt, and from
+    the second turn on where routed experts would begin.
+    """
     ids = [9] * 70
 
     def cached(salt: str, **more: object) -> int:
@@ -106,7 +108,9 @@ def test_what_prime_rl_puts_among_the_sampling_parameters_is_taken(served: Serve
 
 
 def test_what_skyrl_asks_of_the_sampler_is_taken(served: Served) -> None:
-    """The ids of a sample have its stop string in any case; where texts come too, they end before it."""
+    """The server takes what SkyRL asks of the sampler: the ids of a sample have its stop string in any case; where
+    texts come too, they end before it.
+    """
     letter = served.service.need_tokenizer().convert_tokens_to_ids("q")
     sampling = {
         "min_tokens": 1, "skip_special_tokens": True, "include_stop_str_in_output": True, "max_tokens": 4,
@@ -131,7 +135,7 @@ def steps(served: Served) -> Iterator[threading.Semaphore]:
 
 @pytest.fixture
 def running(served: Served, steps: threading.Semaphore) -> Iterator[list[dict[str, object]]]:
-    """A request that runs; its answer is in the list when the test lets it end."""
+    """Start a request; its answer is in the list when the test lets it end."""
     answers: list[dict[str, object]] = []
     body = {"token_ids": IDS, "request_id": "long", "sampling_params": {"max_tokens": 1500, "ignore_eos": True}}
     thread = threading.Thread(target=lambda: answers.append(httpx.post(
@@ -216,7 +220,9 @@ def test_sleep_and_wake_up(served: Served) -> None:
 
 
 def test_waking_up_ends_a_pause_once_nothing_sleeps(served: Served) -> None:
-    """By tags too, as in vLLM: else requests would wait for ever behind an answer that says "awake"."""
+    """Waking up ends a pause once nothing sleeps, by tags too, as in vLLM: else requests would wait for ever behind an
+    answer that says "awake".
+    """
     worker = served.service.worker
     before = ask(served)
     assert served.command("/pause?mode=keep").status_code == 200
@@ -235,7 +241,9 @@ def test_waking_up_ends_a_pause_once_nothing_sleeps(served: Served) -> None:
 
 
 def test_a_command_has_its_options_in_the_query_or_in_a_body(served: Served, running: list[dict[str, object]]) -> None:
-    """Clients do either: SkyRL pauses by the query and resets the cache by a body."""
+    """A command has its options in the query or in a body, as clients do either: SkyRL pauses by the query and resets
+    the cache by a body.
+    """
     worker = served.service.worker
     assert served.command("/pause", {"mode": "keep"}).status_code == 200
     for query in ("", "?reset_running_requests=true&reset_external=false"):
@@ -253,7 +261,7 @@ def test_a_command_has_its_options_in_the_query_or_in_a_body(served: Served, run
 
 
 def test_a_pause_that_waits_keeps_no_request_and_so_no_cache(served: Served) -> None:
-    """Whatever mode stands beside the older name for it."""
+    """A pause that waits keeps no request and so no cache, whatever mode stands beside the older name for it."""
     ask(served)
     asked = {"mode": "keep", "wait_for_inflight_requests": True}
     assert served.command("/pause", asked).status_code == 200
@@ -319,7 +327,9 @@ def test_the_loopback_listener_answers_no_pages(served: Served) -> None:
 
 
 def test_adapters_are_models(served: Served) -> None:
-    """Loaded from below the root; a request that names one has the bits of the trainer's peft model."""
+    """Adapters are models: they are loaded from below the root, and a request that names one has the bits of the
+    trainer's peft model.
+    """
     base = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
     policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     with torch.no_grad():
@@ -388,7 +398,9 @@ def test_facts(served: Served) -> None:
 
 
 def test_weights_come_from_a_folder_over_gloo_and_through_shared_memory(served: Served, tmp_path: Path) -> None:
-    """Each update gives the trainer's bits, and a name to what is sampled after it."""
+    """Weights come from a folder, over gloo and through shared memory: each update gives the trainer's bits, and a name
+    to what is sampled after it.
+    """
     with torch.random.fork_rng():
         folder = build_folder(served.folder.parent / "other", seed=1)
     other = bind(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
@@ -444,7 +456,9 @@ def test_weights_come_from_a_folder_over_gloo_and_through_shared_memory(served: 
 
 
 def test_a_transfer_that_is_given_up_hangs_up(served: Served) -> None:
-    """The sender serves whoever comes next: this server with another timeout, or another receiver."""
+    """A transfer that is given up hangs up, as the sender serves whoever comes next: this server with another timeout,
+    or another receiver.
+    """
     state = dict(AutoModelForCausalLM.from_pretrained(served.folder).state_dict())
     with ThreadPoolExecutor(1) as other, SharedMemorySender(timeout=HANG) as sender:
         for timeout in (300, 200, 300):

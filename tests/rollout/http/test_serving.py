@@ -1,4 +1,4 @@
-"""What a server does once, before its first request."""
+"""A server does some things once, before its first request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from .served import Served, serving
 
 
 def test_what_was_loaded_is_not_collected_again() -> None:
-    """It stays so: what other tests have left would be gone through again."""
+    """What was loaded is not collected again, for the rest of the process: what other tests have left would be gone
+    through again.
+    """
     settle()
     assert gc.get_freeze_count() > 100_000
     assert len(gc.get_objects()) < gc.get_freeze_count() // 100
 
 
 def test_a_folder_called_as_a_tokenizers_file_is_no_tokenizer(served: Served, tmp_path: Path) -> None:
-    """For the server as for the worker: ids are served, and texts refused by name."""
+    """A folder called as a tokenizer's file is no tokenizer, for the server as for the worker: ids are served, and
+    texts refused by name.
+    """
     folder = tmp_path / "model"
     shutil.copytree(served.folder, folder, ignore=lambda *_: ["tokenizer.json", "tokenizer_config.json"])
     (folder / "tokenizer.json").mkdir()

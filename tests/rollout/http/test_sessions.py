@@ -1,4 +1,4 @@
-"""The token ids of conversations: what a turn goes on from, and what keeping it costs."""
+"""A turn of a conversation goes on from the right token ids, and keeping them costs little."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answered(sessions: Sessions, messages: list[Message], text: str, ids: list[i
 
 
 def num_bytes(kept: object) -> int:
-    """The memory of an object and of all that it holds, but for code."""
+    """Return the memory of an object and of all that it holds, but for code."""
     found, left = dict[int, object](), [kept]
     while left:
         one = left.pop()
@@ -46,7 +46,9 @@ def num_bytes(kept: object) -> int:
 
 
 def test_each_turn_goes_on_from_the_ids_of_the_one_before() -> None:
-    """Also of those that are kept no longer by themselves, and of two that go on from one."""
+    """Each turn goes on from the ids of the one before, also of those that are kept no longer by themselves, and of two
+    that go on from one.
+    """
     sessions, messages, known = Sessions(most=1), [said("user", "0")], []
     for turn in range(40):
         prompt = answered(sessions, messages, "yes", [turn, turn + 1])
@@ -63,7 +65,9 @@ def test_each_turn_goes_on_from_the_ids_of_the_one_before() -> None:
 
 
 def test_a_turn_that_was_not_made_from_the_one_before_has_its_own_ids() -> None:
-    """Two calls of one session at once: the second was rendered before the first was noted."""
+    """A turn that was not made from the one before has its own ids: of two calls of one session at once, the second was
+    rendered before the first was noted.
+    """
     sessions, first = Sessions(most=1), [said("user", "a")]
     second = [*first, said("assistant", "b"), said("user", "c")]
     answered(sessions, first, "b", [1])

@@ -94,7 +94,9 @@ def test_a_flag_of_another_type_is_named(flag: str, text: str, says: str, capsys
     ],
 )
 def test_a_setting_of_yes_and_no_is_a_switch(flags: list[str], enforce_eager: bool, self_test: bool | None) -> None:
-    """It takes the word for it, as environment and file have it, and never the model that stands behind it."""
+    """A setting of yes and no is a switch: it takes the word for it, as environment and file have it, and never the
+    model that stands behind it.
+    """
     setup = read_setup(flags, {})
     assert (setup.model, setup.worker.enforce_eager, setup.worker.self_test) == ("model", enforce_eager, self_test)
 

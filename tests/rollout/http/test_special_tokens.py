@@ -41,7 +41,7 @@ SCHEMA = {
         },
     },
 }
-"""The token that ends a sample ends a call too, as gpt-oss's <|call|> does."""
+"""Lets the token that ends a sample end a call too, as gpt-oss's <|call|> does."""
 TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -117,7 +117,7 @@ CALLED = {"finish": "tool_calls", "calls": [("sub", '{"a": 1}')]}
     ],
 )
 def test_tags_that_are_special_tokens_are_tags(ask: Ask, text: str, expected: dict[str, Any]) -> None:
-    """As vLLM has it; other special tokens are in no content."""
+    """Tags that are special tokens are tags, as vLLM has it; other special tokens are in no content."""
     assert ask("hermes", text) == [expected, expected]
 
 
@@ -140,7 +140,7 @@ ADD = '<call>{"function": {"name": "add", "arguments": {}}}'
     ],
 )
 def test_a_template_reads_special_tokens(ask: Ask, text: str, expected: dict[str, Any]) -> None:
-    """Also that which ended the sample; none is left in what is answered."""
+    """A template reads special tokens, also that which ended the sample; none is left in what is answered."""
     expected = {"finish": "tool_calls", **expected}
     assert ask("template", text) == [expected, expected]
 
@@ -161,7 +161,9 @@ IDS = {token: TOKENIZER.convert_tokens_to_ids(token) for token in ("a", "b", "c"
     st.lists(st.integers(0, 3), max_size=8),
 )
 def test_a_stream_with_special_tokens_is_the_whole(tokens: list[str], stop: str, cuts: list[int]) -> None:
-    """Whatever comes together, and also where a stop string stands around a tag."""
+    """A stream with special tokens is the whole text, whatever comes together, and also where a stop string stands
+    around a tag.
+    """
     tokenizer, stops = KeepingSpecial(TOKENIZER, None), (stop,) if stop else ()
     worker = StopStringMatcher(TOKENIZER, stops)
     ids: list[int] = []

@@ -75,7 +75,7 @@ async def ask(
 
 
 def beside(served: Served, **changes: Any) -> Service:
-    """Another service over the same worker."""
+    """Return another service over the same worker."""
     return Service(served.service.worker, ServeSettings(**changes), NAME, served.service.model.tokenizer)
 
 
@@ -108,7 +108,9 @@ def test_a_client_that_never_reads_holds_nothing(served: Served) -> None:
 def test_a_client_that_does_not_read_the_first_or_the_last_message_holds_nothing(
     served: Served, body: dict[str, Any], unread: dict[str, Any]
 ) -> None:
-    """As one whose connection is full of what it has not read of an earlier answer."""
+    """A client that does not read the first or the last message holds nothing, as one whose connection is full of what
+    it has not read of an earlier answer.
+    """
     service, taken = beside(served, stall_seconds=0.2, max_waiting=0), []
 
     async def stand_still(message: dict[str, Any]) -> None:
@@ -123,7 +125,9 @@ def test_a_client_that_does_not_read_the_first_or_the_last_message_holds_nothing
 
 
 def test_a_deadline_ends_what_runs_for_a_client_that_does_not_read() -> None:
-    """It hears of the deadline when it reads again: with a status of its own, where it has read nothing."""
+    """A deadline ends what runs for a client that does not read. It hears of the deadline when it reads again: with a
+    status of its own, where it has read nothing.
+    """
     taken: Sent = []
 
     async def check() -> None:
@@ -164,7 +168,7 @@ def test_a_deadline_ends_a_stream_with_its_error(served: Served) -> None:
     submit = service._submit
 
     def submit_and_wait(*asked: Any) -> Any:
-        """The first token is there before the stream looks for it, and so before the deadline."""
+        """Submit, and wait for the first token: the stream finds it there, before the deadline."""
         handle = submit(*asked)
         reader = handle.reader()
         steps.release()
@@ -203,7 +207,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "strea
 
 
 def test_the_first_event_of_a_chat_has_the_ids_of_its_prompt(served: Served) -> None:
-    """And a choice with its role, as clients expect of an event."""
+    """The first event of a chat has the ids of its prompt, and a choice with its role, as clients expect."""
     with served.http.stream("POST", f"{served.base}/v1/chat/completions", json={**CHAT, "n": 2}) as answer:
         pieces = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line[6:7] == "{"]
     whole = served.post("/v1/chat/completions", {**CHAT, "stream": False}).json()
@@ -244,7 +248,9 @@ def test_an_error_before_the_first_event_has_its_own_status(
 
 
 def test_a_retry_is_told_that_the_first_attempt_has_not_ended(make_worker: MakeWorker) -> None:
-    """The first is aborted, and its step runs on: a conflict, after which a client tries again."""
+    """A retry is told that the first attempt has not ended. That is aborted, and its step runs on: a conflict, after
+    which a client tries again.
+    """
     worker, runner = make_worker()
     runner.gate = StepGate()
     service, taken = Service(worker, ServeSettings(), NAME, None), []
@@ -272,7 +278,7 @@ def test_a_retry_is_told_that_the_first_attempt_has_not_ended(make_worker: MakeW
     ("texts", "apart"), [(["a" * 9], False), (["a" * 20_000], True), (["a" * 1000] * 20, True), (["ab", "b"], False)]
 )
 def test_texts_that_are_long_together_are_tokenized_in_a_thread(served: Served, texts: list[str], apart: bool) -> None:
-    """The event loop goes on for the other requests."""
+    """Texts that are long together are tokenized in a thread, so that the event loop goes on for the other requests."""
     threads: set[threading.Thread] = set()
     tokenizer = byte_tokenizer()
 
@@ -323,7 +329,9 @@ def test_many_tokens_are_named_in_a_thread(
 def test_an_echoed_prompt_is_decoded_once_and_in_a_thread_where_it_is_long(
     served: Served, monkeypatch: pytest.MonkeyPatch, prompts: int, apart: bool
 ) -> None:
-    """Whatever number of samples it has, streamed or not; the event loop goes on for the other requests."""
+    """An echoed prompt is decoded once, whatever number of samples it has, streamed or not; in a thread where it is
+    long, so that the event loop goes on for the other requests.
+    """
     tokenizer = served.service.need_tokenizer()
     ids = tokenizer("c" * 1100)["input_ids"]
     asked = {"prompt": [ids] * prompts, "n": 3, "max_tokens": 1, "echo": True}
@@ -383,7 +391,7 @@ def test_sigterm_lets_what_runs_end(served: Served) -> None:
 
 
 def test_sigterm_ends_a_command_that_waits_for_its_trainer(served: Served) -> None:
-    """It would wait for an hour, in a thread."""
+    """A signal to end (SIGTERM) ends a command that waits for its trainer: it would wait for an hour, in a thread."""
     secret = {"SAMEBIT_SERVE_CONTROL_TOKEN": "secret"}
     with (
         ThreadPoolExecutor(1) as other,
@@ -428,7 +436,7 @@ def test_a_second_sigterm_ends_a_server_that_is_slow_to_close(served: Served) ->
 
 
 def test_an_idle_connection_is_closed_by_its_client(served: Served) -> None:
-    """Else a request that is sent just then is lost."""
+    """An idle connection is closed by its client first, else a request that is sent just then is lost."""
     assert served.server._server.config.timeout_keep_alive > 2 * (httpx.Limits().keepalive_expiry or 0) > 0
 
 
@@ -443,7 +451,7 @@ TOKENIZER = byte_tokenizer()
 @settings(max_examples=40, deadline=None)
 @given(st.text(max_size=30), st.lists(st.integers(1, 9), max_size=9), st.sampled_from(["", "ab", "e\u0301", "aab"]))
 def test_the_pieces_of_a_text_are_the_text(text: str, cuts: list[int], stop: str) -> None:
-    """Whatever tokens come together, and wherever characters are cut."""
+    """The pieces of a text are the text, whatever tokens come together, and wherever characters are cut."""
     ids = TOKENIZER(text)["input_ids"]
     pieces, start = SampleText(TOKENIZER, (stop,) if stop else (), frozenset()), 0
     found = ""
@@ -462,15 +470,16 @@ FALLING_BACK = byte_fallback_tokenizer()
 @example([233, *[2] * 12, 154, 168], 1)
 @given(st.lists(st.integers(3, len(FALLING_BACK) - 1) | st.integers(0, 2), max_size=30), st.integers(1, 5))
 def test_the_pieces_of_incomplete_characters_are_the_text(ids: list[int], size: int) -> None:
-    """Of a tokenizer that has a token for each byte: a sample may end, or go wrong, within a character, and special
-    tokens may stand there."""
+    """The pieces of incomplete characters are the text, of a tokenizer that has a token for each byte: a sample may
+    end, or go wrong, within a character, and special tokens may stand there.
+    """
     pieces = SampleText(FALLING_BACK, (), frozenset())
     found = "".join(pieces.push(chunk(ids[start : start + size])) for start in range(0, len(ids), size))
     assert found + pieces.push(chunk([], finish="length")) == text_of(FALLING_BACK, ids)
 
 
 def test_what_may_end_a_sample_is_held_back() -> None:
-    """A token may be read a moment before it is seen to have ended its sample."""
+    """What may end a sample is held back: a token may be read a moment before it is seen to have ended it."""
     x, q, z, end = TOKENIZER.convert_tokens_to_ids(["x", "q", "z", "!"])
     by_string = SampleText(TOKENIZER, ("q",), frozenset())
     assert by_string.push(chunk([x, q])) == "x"
@@ -496,7 +505,7 @@ def chunk(ids: list[int], finish: str | None = None, stop: str | None = None) ->
 
 
 HALF = '{"name": "add", "arguments": {"a": "\\ud800"}}'
-"""Half of a character, which no message can hold that is sent back."""
+"""Has half of a character, which no message can hold that is sent back."""
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

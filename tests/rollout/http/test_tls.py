@@ -1,4 +1,4 @@
-"""The server behind a certificate of its own making."""
+"""The server stands behind a certificate of its own making."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def tls(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A server with TLS over the same worker: its port, and its certificate."""
+    """Give a server with TLS over the same worker: its port, and its certificate."""
     certificate, key = write_certificate(tmp_path_factory.mktemp("tls"))
     service = beside(served, port=0, ssl_certfile=str(certificate), ssl_keyfile=str(key))
     server = Server(service, open_sockets(service.settings))

@@ -16,7 +16,7 @@ BEYOND = len(PIECES)
 
 @pytest.fixture
 def texts() -> TokenTexts:
-    """Of a tokenizer like those of Llama 2, Mistral and Phi-3."""
+    """Give texts of a tokenizer like those of Llama 2, Mistral and Phi-3."""
     backend = Tokenizer(BPE({piece: index for index, piece in enumerate(PIECES)}, [], unk_token="<unk>"))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -25,7 +25,7 @@ def texts() -> TokenTexts:
 
 
 def test_a_token_keeps_its_space(texts: TokenTexts) -> None:
-    """Joined, the names are the text, and one with a space is not one without."""
+    """A token keeps its space: joined, the names are the text, and one with a space is not one without."""
     written = [THE, SPACED, WIDE, SPACE, THE]
     found = of_completion(texts, written, [-1.0] * 5, [{SPACED: -0.5}, *[None] * 4])
     assert found["tokens"] == ["the", " the", "  a", " ", "the"]
@@ -36,5 +36,7 @@ def test_a_token_keeps_its_space(texts: TokenTexts) -> None:
 
 
 def test_a_special_token_is_named_as_it_is_written(texts: TokenTexts) -> None:
-    """As in vLLM; one that the tokenizer does not know has no name but its id."""
+    """A special token is named as it is written, as in vLLM; one that the tokenizer does not know has no name but its
+    id.
+    """
     assert of_completion(texts, [END, BEYOND], [-1.0] * 2, None)["tokens"] == ["</s>", f"token_id:{BEYOND}"]

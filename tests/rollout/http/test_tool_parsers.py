@@ -1,4 +1,4 @@
-"""`--tool-call-parser template`: calls are found by the schema or template in the tokenizer's own folder."""
+"""`--tool-call-parser template` finds calls by the schema or template in the tokenizer's own folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def read_from_a_folder(folder: Path, **more: object) -> PreTrainedTokenizerBase:
-    """As a server does."""
+    """Read a tokenizer from a folder, as a server does."""
     byte_tokenizer().save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
@@ -51,7 +51,7 @@ def read_from_a_folder(folder: Path, **more: object) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
-    """For each version of transformers."""
+    """Give a tokenizer that each version of transformers can read."""
     loaded = read_from_a_folder(tmp_path, response_schema=SCHEMA, response_template=TEMPLATE)
     check_parser("template", loaded)
     return loaded
@@ -66,7 +66,9 @@ def parsed(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str = "") -> t
 
 
 def test_a_tokenizer_says_how_answers_are_read(tmp_path: Path) -> None:
-    """By the name that the installed transformers reads; a key that it does not read is none."""
+    """A tokenizer says how answers are read by the name that the installed transformers reads; a key that it does not
+    read is none.
+    """
     other = {"response_template": TEMPLATE} if "prefix" not in TAKEN else {}
     other |= {"response_schema": SCHEMA} if "tools" in TAKEN else {}
     with pytest.raises(ValueError, match=rf"{transformers.__version__} can read .* does not have a `response_"):
@@ -110,7 +112,7 @@ def test_the_parser_is_told_of_the_prompt_and_the_tools() -> None:
 @pytest.mark.skipif("tools" in TAKEN, reason="a later transformers reads no response_schema")
 @pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
 def test_reasoning_is_found_under_both_of_its_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """gpt-oss's schema has one, those of Qwen and GLM the other."""
+    """Reasoning is found under both of its names: gpt-oss's schema has one, those of Qwen and GLM the other."""
     reasoning = {name: {"type": "string", "x-regex": "<think>(.*?)</think>"}}
     content = {"type": "string", "x-regex": "(?:</think>)?([^>]*)$"}
     other = copy.copy(tokenizer)

@@ -1,4 +1,4 @@
-"""A request's span, with the children that say where its time went."""
+"""A request has a span, with the children that say where its time went."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spans_of(served: Served, body: dict[str, Any], *headers: tuple[bytes, bytes]
 
 
 def keeping() -> tuple[Tracing, InMemorySpanExporter]:
-    """A tracing, and where it leaves its spans."""
+    """Return a tracing, and where it leaves its spans."""
     kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     return Tracing(provider.get_tracer("test"), NAME), kept
@@ -99,7 +99,9 @@ def test_one_that_is_given_up_has_a_span_too(served: Served) -> None:
 def test_one_that_is_given_up_has_the_same_span_when_it_has_ended_meanwhile(
     make_worker: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its stages would be there or not, by chance."""
+    """A request that is given up has the same span when it has ended meanwhile: else its stages would be there or not,
+    by chance.
+    """
     worker, runner = make_worker()
     gate = runner.gate = StepGate()
     tracing, kept = keeping()
@@ -189,7 +191,7 @@ def _listens(address: str) -> bool:
 
 @pytest.mark.parametrize("collector", [None, "rotel"])
 def test_a_collector_takes_the_spans(collector: str | None, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a socket, as protobuf; and through a collector of others, which reads and writes them anew."""
+    """A collector takes the spans over a socket, as protobuf; a collector of others reads and writes them anew."""
     if collector is not None:
         pytest.importorskip(collector, reason="the collector is not installed: pip install rotel")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -223,5 +225,5 @@ def ask_traced(folder: Path, endpoint: str) -> None:
 
 
 def told_of(span: Any) -> dict[str, Any]:
-    """A span's attributes, from their messages."""
+    """Return a span's attributes, from their messages."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
