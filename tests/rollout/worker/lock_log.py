@@ -1,4 +1,4 @@
-"""What a worker's lock did: who asked for it, who got it, in which order. Counts, no clocks."""
+"""Log what a worker's lock did: who asked for it, who got it, in which order. Counts, no clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from samebit.rollout.control.turn_lock import Ticket, TurnLock
 
 @dataclass
 class Wait:
-    """A command's stay in the queue.
+    """Holds a command's stay in the queue.
 
     queued: the commands that stood before it; commands: those that came in before it; turns: those of generation, with
     the one that was under way.
@@ -42,7 +42,7 @@ class LockLog(TurnLock):
         super()._stand_in_line(ticket)
 
     def _pass_on(self) -> None:
-        """A command ends: is a turn of generation due before the next?"""
+        """Note, as a command ends, whether a turn of generation is due before the next."""
         self._turn_due = self._generation.status.may_step and self._generation.engine.has_work
         self.turns_due += self._turn_due
         super()._pass_on()
@@ -62,8 +62,9 @@ class LockLog(TurnLock):
         super()._give(ticket)
 
     def assert_fair(self) -> None:
-        """Between two commands a step, where one was due; and a command waited for those that were queued before it, a
-        step after each of them, and the one that was under way."""
+        """Check that between two commands there is a step, where one was due; and that a command waited for those that
+        were queued before it, a step after each of them, and the one that was under way.
+        """
         assert self.turns_skipped == 0, "a command came before a step that was due"
         for wait in self.waits:
             assert wait.commands == wait.queued, "a command was overtaken"

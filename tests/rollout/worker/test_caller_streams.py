@@ -1,4 +1,4 @@
-"""On a GPU, what a worker launches comes after what its caller has launched, on whatever stream that was.
+"""What a worker launches on a GPU comes after what its caller has launched, on whatever stream that was.
 
 Stand-ins for streams: tests/gpu/test_streams.py has those of a GPU.
 """
@@ -75,7 +75,9 @@ def test_it_does_so_when_a_worker_starts_and_around_each_block(
 def test_the_worker_is_free_again_where_the_wait_fails(
     in_main_thread: bool, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As all calls do on a GPU that an error has stopped."""
+    """The worker is free again where the wait for the caller's stream fails, as all calls do on a GPU that an error has
+    stopped.
+    """
     broken: list[bool] = []
 
     def follow(self: ComputeThreads) -> None:

@@ -1,4 +1,4 @@
-"""What a worker takes is within the limits of a container, of which the machine's own figures say nothing."""
+"""A worker takes what is within the limits of a container, of which the machine's own figures say nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def container(root: Path, **files: str) -> Path:
 
 @pytest.fixture
 def _all_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where nobody has chosen a number of threads."""
+    """Use all processors, as where nobody has chosen a number of threads."""
     before = torch.get_num_threads(), numba.get_num_threads()
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -47,7 +47,7 @@ def _all_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def threads_of(threads: ComputeThreads) -> tuple[int, int]:
-    """Torch's and Numba's, in a thread that was set up."""
+    """Return torch's and Numba's threads, in a thread that was set up."""
     found: list[tuple[int, int]] = []
 
     def look() -> None:
@@ -83,7 +83,9 @@ def test_a_number_that_was_chosen_stays(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_pages_that_a_container_has_no_memory_for_are_refused(tmp_path: Path) -> None:
-    """The system would end the process when it has written so many."""
+    """Pages that a container has no memory for are refused: the system would end the process when it has written so
+    many.
+    """
     root = container(tmp_path, memory_max=str(1 << 30))
     check_room(RolloutConfig(num_blocks=1024), 1024, 1 << 20, 0, 0, root)
     refused = r"KV blocks need 1.000977 GiB, and this process's container may have 1.000000 \(num_blocks=1025, "
@@ -113,7 +115,9 @@ def test_so_are_states_of_recurrent_layers_beside_them(tmp_path: Path) -> None:
 def test_a_worker_is_built_where_its_states_have_room_and_not_with_more(
     monkeypatch: pytest.MonkeyPatch, field: str, value: float
 ) -> None:
-    """To the byte; and a sequence that has no block does not run, so it needs no state."""
+    """A worker is built where its states have room, and not with more, to the byte. A sequence that has no block does
+    not run, so it needs no state.
+    """
     model = bound_model("NemotronH")
     small = {"num_blocks": 4, "block_size": 64, "max_model_len": 64, "max_num_seqs": 2, "state_cache_gb": 0}
     config = RolloutConfig(**small | {field: value})

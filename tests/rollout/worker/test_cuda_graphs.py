@@ -1,4 +1,4 @@
-"""What graphs of steps are made for, and what makes them be recorded anew; nothing is recorded here."""
+"""Graphs are made for the right steps, and recorded anew for the right reasons; nothing is recorded here."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,9 @@ from samebit.rollout.runner.cuda_graphs import StepGraphs, _Watched
 
 
 def test_whatever_a_replay_would_not_compute_is_noticed() -> None:
-    """A parameter that moved; and what a graph can not see: hooks, another module, another forward."""
+    """Whatever a replay would not compute is noticed: a parameter that moved; and what a graph can not see: hooks,
+    another module, another forward.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     inner: Any = model[1]
     hooks: list[Any] = []
@@ -50,8 +52,9 @@ def test_whatever_a_replay_would_not_compute_is_noticed() -> None:
 
 
 def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a worker starts, and not while it serves. The first is of as many sequences as it runs: the others, which are
-    smaller, find room in the memory that it took."""
+    """Graphs of decodes of every size are recorded as a worker starts, and not while it serves. The first is of as many
+    sequences as it runs: the others, which are smaller, find room in the memory that it took.
+    """
     sizes = []
     monkeypatch.setattr(StepGraphs, "_recorded", lambda self, model, room, context: sizes.append(room))
     arrays: Any = SimpleNamespace(room=lambda size, block_size: (size.rows, size.sequences))

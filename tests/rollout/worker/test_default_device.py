@@ -1,4 +1,4 @@
-"""Where the calling thread makes its tensors, and which GPU is its current one, is nothing to a worker.
+"""A worker does not care where the calling thread makes its tensors, nor which GPU is that thread's current one.
 
 The device "meta" stands in for a GPU that the caller has chosen for new tensors: what is made there can not be read.
 """
@@ -69,7 +69,9 @@ def test_a_worker_is_built_with_the_gpu_of_its_model_as_the_current_one(monkeypa
 
 
 def test_weights_are_read_and_written_on_the_host(copied: None) -> None:
-    """In the thread of the caller, where no command of a worker has one of its own."""
+    """Weights are read and written on the host in the caller's thread too, where no command of a worker has one of its
+    own.
+    """
     module = nn.Linear(3, 5)
     before = module.weight.detach().clone()
     blocks, scales = torch.zeros(2, 3, 4, 16, dtype=torch.uint8), torch.zeros(2, 3, 4, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What a pause does to requests, and readers that do not wait."""
+"""A pause does to requests what it should, and readers need not wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = [1, 2, 3]
 
 
 def started(worker: Any, runner: Any) -> Any:
-    """A request that has tokens, and whose next step waits at the gate."""
+    """Return a request that has tokens, and whose next step waits at the gate."""
     runner.gate = StepGate(2)
     handle = worker.submit(PROMPT, LONG)
     runner.gate.wait_for_a_step()

@@ -1,4 +1,4 @@
-"""What a worker says of itself: the numbers of `stats()` and the line in the log."""
+"""A worker tells of itself in the numbers of `stats()` and the line in the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PROMPT = list(range(40))
 def test_a_line_is_logged_with_all_of_it(
     make_worker: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the interval brought, what there is now, and computed and skipped tokens since the beginning."""
+    """A line of the log has all of it: what the interval brought, what there is now, and computed and skipped tokens
+    since the beginning.
+    """
     monkeypatch.setattr("samebit.rollout.stats.LOG_SECONDS", 1e-6)
     worker, _ = make_worker(recurrent=True, num_checkpoints=9, max_num_batched_tokens=64)
     with caplog.at_level("INFO", "samebit.rollout.stats"):
@@ -65,7 +67,9 @@ def test_steps_without_work_leave_the_cache_alone(
 
 
 def test_fewer_than_none_never_wait(make_engine: Callable[..., Engine], make_request: Callable[..., Request]) -> None:
-    """Not even while the ones that ended are taken out of those that run, where another thread may ask."""
+    """Never fewer than none wait, not even while those that ended are taken out of those that run, when another thread
+    may ask.
+    """
     engine = make_engine()
     counts: list[float] = []
 

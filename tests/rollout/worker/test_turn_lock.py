@@ -1,4 +1,4 @@
-"""The fair lock."""
+"""The lock of turns is fair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def no_work() -> bool:
 
 
 def wait_until_queued(lock: TurnLock, count: int) -> None:
-    """Until `count` threads stand in the queue (they were started, so they will)."""
+    """Wait until `count` threads stand in the queue (they were started, so they will)."""
     wait_until(lambda: num_queued(lock) >= count)
 
 
@@ -41,7 +41,9 @@ def test_the_lock_is_handed_over_in_the_order_of_asking() -> None:
 
 
 def test_a_thread_that_comes_back_stands_behind_those_who_wait() -> None:
-    """Greedy loops on every side: between two turns of one, each of the others has had its turn."""
+    """A thread that comes back stands behind those who wait: with greedy loops on every side, each of the others has
+    had its turn between two turns of one.
+    """
     lock = TurnLock(no_work)
     turns: list[int] = []
     start = threading.Barrier(4)
@@ -64,14 +66,14 @@ def test_a_thread_that_comes_back_stands_behind_those_who_wait() -> None:
 
 
 class Hosted:
-    """A lock whose generation is a thread that takes turns when it is told to. `order`: who had the lock."""
+    """Holds a lock whose generation is a thread that takes turns when it is told to. `order`: who had the lock."""
 
     def __init__(self, owed: bool) -> None:
         self.lock = TurnLock(lambda: owed)
         self.order: list[str] = []
 
     def start(self, name: str) -> threading.Thread:
-        """A thread that asks for the lock once."""
+        """Start a thread that asks for the lock once."""
         turn = self.lock.generation if name == "generation" else self.lock.turn
 
         def take() -> None:

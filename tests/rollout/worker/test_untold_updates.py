@@ -1,4 +1,4 @@
-"""Weights of a shared module that change without a word to a worker, and several workers on one module."""
+"""Weights of a shared module may change without a word to a worker, and several workers may share one module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = [{}, {"run_ahead": True}, {"recurrent": True, "num_checkpoints": 8, "num
 
 
 def move(worker: Any, runner: Any, salt: int) -> None:
-    """Other weights: the fake model's are its salt, and torch counts the writes to those of the module."""
+    """Write other weights: the fake model's are its salt, and torch counts the writes to those of the module."""
     runner.salt = salt
     with torch.no_grad():
         worker.module.proj.bias.add_(1)
@@ -56,7 +56,9 @@ def test_a_change_between_two_calls_clears_the_index(
 def test_a_step_over_a_change_is_computed_again(
     make_worker: MakeWorker, oracle: Oracle, kind: dict[str, Any], step: int
 ) -> None:
-    """A step in which three samples take their first token from one prompt, and later ones."""
+    """A step over a change of weights is computed again, be it the one in which three samples take their first token
+    from one prompt, or a later one.
+    """
     worker, runner = make_worker(shared=True, **kind)
     steps = itertools.count()
 
@@ -87,7 +89,9 @@ def test_a_step_over_a_change_is_computed_again(
 
 
 def test_what_writes_in_every_step_ends_its_requests(make_worker: MakeWorker, oracle: Oracle) -> None:
-    """As a hook does that counts in a persistent buffer: they would be computed again for ever."""
+    """What writes in every step, as a hook that counts in a persistent buffer, ends its requests: they would be
+    computed again for ever.
+    """
     worker, runner = make_worker(shared=True)
 
     def meanwhile() -> None:
@@ -198,7 +202,9 @@ def test_an_update_through_one_worker_is_one_of_all(
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "wait", "abort"])
 def test_requests_in_flight_of_the_other_worker(make_worker: MakeWorker, in_flight: str) -> None:
-    """It stands still while the first one writes, and does with its requests what the update says."""
+    """The other worker stands still while the first one writes, and does with its requests in flight what the update
+    says.
+    """
     one, other = two_workers(make_worker)
     runner = engine_of(other).runner
     runner.gate = StepGate()
@@ -276,7 +282,9 @@ def test_a_worker_that_is_built_during_an_update_waits_for_its_end(make_worker: 
 
 
 def test_a_worker_that_is_built_while_an_update_waits_takes_part_in_it(make_worker: MakeWorker) -> None:
-    """The update holds no lock while it waits for requests in flight; a worker that comes then stands still too."""
+    """A worker that is built while an update waits takes part in it: the update holds no lock while it waits for
+    requests in flight, and a worker that comes then stands still too.
+    """
     one, runner = make_worker(shared=True)
     runner.gate = StepGate()
     handle = one.submit(PROMPT, SamplingParams(max_tokens=40))
@@ -290,7 +298,7 @@ def test_a_worker_that_is_built_while_an_update_waits_takes_part_in_it(make_work
             one.module.proj.bias.add_(1)
 
     def both_wait() -> bool:
-        """The update waits for the lock, or for the end of a step; the other worker for the lock."""
+        """Tell whether the update waits, for the lock or for the end of a step, and the other worker for the lock."""
         return num_waiting(one) + len(one._thread._draining._waiting) == 2
 
     with ThreadPoolExecutor(2) as beside:

@@ -1,4 +1,4 @@
-"""The worker's control side: weights, sleep, pause, and what becomes of the requests in flight."""
+"""Weights, sleep and pause are commands to a worker, each of which does what it should to the requests in flight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = SamplingParams(max_tokens=40)
 
 
 def start_long_request(worker: Any, runner: Any) -> Any:
-    """A request that has computed three steps and waits in the gate of the next one."""
+    """Return a request that has computed three steps and waits in the gate of the next one."""
     runner.gate = StepGate(3)
     handle = worker.submit([1, 2, 3], LONG)
     runner.gate.wait_for_a_step()
@@ -169,7 +169,9 @@ def test_worker_calls_inside_the_block_raise_instead_of_hanging(make_worker: Mak
 
 
 def test_a_block_can_be_entered_again_once_it_is_over(make_worker: MakeWorker) -> None:
-    """In any thread, with requests in flight, with and without a `with`; an error is one of its own block only."""
+    """A block of an update can be entered again once it is over, in any thread, with requests in flight, with and
+    without a `with`; an error is one of its own block only.
+    """
     worker, runner = make_worker(shared=True)
     handle = start_long_request(worker, runner)
     open_gate(runner)
@@ -307,7 +309,7 @@ def test_a_copy_that_breaks_off_midway_leaves_the_weights_incomplete(
 
 
 def update_in_flight(make_worker: MakeWorker, in_flight: str) -> tuple[Any, Any, Any]:
-    """A long request is mid-step when an update with this mode is asked for; then the gate opens."""
+    """Ask for an update with this mode while a long request is mid-step; then open the gate."""
     worker, runner = make_worker()
     handle = start_long_request(worker, runner)
     new = {name: tensor + 1 for name, tensor in weights_of(worker).items()}
@@ -345,7 +347,9 @@ def test_recompute_computes_the_kv_again(make_worker: MakeWorker, oracle: Oracle
 def test_a_request_that_resumes_after_an_update_says_under_which_weights(
     make_engine: Callable[..., Any], make_request: Callable[..., Any]
 ) -> None:
-    """Preempted for its memory, or by a sleep: what was mixed before stays known as mixed."""
+    """A request that resumes after an update, preempted for its memory or by a sleep, says under which weights: what
+    was mixed before stays known as mixed.
+    """
     engine = make_engine()
     request = make_request("r", [1, 2, 3], max_tokens=12, n=2)
     engine.add(request)
@@ -414,7 +418,9 @@ def test_a_pause_while_somebody_waits_does_not_hang_either(make_worker: MakeWork
 
 
 def test_commands_wait_a_step_at_most_and_do_not_starve_generation(make_worker: MakeWorker) -> None:
-    """Eight commanders in a loop: a token from each version, while there is something to generate."""
+    """Commands wait a step at most and do not starve generation: with eight commanders in a loop there is a token from
+    each version, while there is something to generate.
+    """
     worker, runner = make_worker(max_model_len=64)
     handle = start_long_request(worker, runner)
     rounds = 30
@@ -524,7 +530,9 @@ def test_level_two_after_level_one_drops_the_copy(make_worker: MakeWorker) -> No
 def test_requests_that_come_during_sleep_wait_when_that_is_the_choice(
     make_worker: MakeWorker, oracle: Oracle, tags: tuple[str, ...], order: tuple[str, ...], level: int
 ) -> None:
-    """They run when everything is awake and, after level 2, when weights have come; waking KV first is allowed."""
+    """Requests that come during sleep wait when that is the choice: they run when everything is awake and, after level
+    2, when weights have come; waking KV first is allowed.
+    """
     if level == 2 and "weights" not in tags:
         level = 1
     worker, runner = make_worker(while_asleep="wait")

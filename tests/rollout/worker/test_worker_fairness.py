@@ -1,4 +1,4 @@
-"""Commands under full load: how long they wait, what they leave to generation, and that none waits for ever."""
+"""Commands under full load wait for a bounded count of steps, leave steps to generation, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Load:
 
 
 def command(worker: Any, weights: dict[str, Any], number: int) -> None:
-    """One of the commands that take the lock once."""
+    """Give one of the commands that take the lock once."""
     [
         lambda: worker.receive_weights(weights),
         lambda: worker.receive_weights(weights, in_flight="recompute"),
@@ -80,7 +80,7 @@ def command(worker: Any, weights: dict[str, Any], number: int) -> None:
 
 
 def in_eight_threads(act: Callable[[int], object]) -> None:
-    """Each thread calls `act` 100 times, without a rest."""
+    """Let each of eight threads call `act` 100 times, without a rest."""
     with ThreadPoolExecutor(COMMANDERS) as pool:
         running = [pool.submit(lambda o=o: [act(o + number) for number in range(100)]) for o in range(COMMANDERS)]
         for done in running:
@@ -88,7 +88,9 @@ def in_eight_threads(act: Callable[[int], object]) -> None:
 
 
 class SteadyLoad:
-    """Work for 3,000 steps of a millisecond each, more than any test here needs; what is left at the end is aborted."""
+    """Gives work for 3,000 steps of a millisecond each, more than any test here needs; what is left at the end is
+    aborted.
+    """
 
     def __init__(self, worker: Any, runner: Any) -> None:
         self._worker = worker
@@ -114,7 +116,9 @@ class SteadyLoad:
 def test_between_two_commands_of_eight_commanders_there_is_a_step(
     run_ahead: bool, make_worker: MakeWorker, oracle: Oracle
 ) -> None:
-    """No clocks: the lock is logged. Each commander asks again at once."""
+    """Between two commands of eight commanders, each of which asks again at once, there is a step. No clocks: the lock
+    is logged.
+    """
     worker, runner = make_worker(max_num_seqs=4, num_blocks=80, run_ahead=run_ahead)
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
     log = LockLog(worker)
@@ -144,7 +148,9 @@ def test_between_two_commands_of_eight_commanders_there_is_a_step(
 def test_commanders_that_pause_and_resume_leave_a_step_after_each_resume(
     make_worker: MakeWorker, oracle: Oracle
 ) -> None:
-    """The next pause stands in the queue already when generation may go on."""
+    """Commanders that pause and resume leave a step after each resume, though the next pause stands in the queue
+    already when generation may go on.
+    """
     worker, runner = make_worker(max_num_seqs=4, num_blocks=80)
     log = LockLog(worker)
     load = SteadyLoad(worker, runner)
@@ -157,14 +163,16 @@ def test_commanders_that_pause_and_resume_leave_a_step_after_each_resume(
 
 
 def test_waiting_updates_from_many_threads_end_whatever_the_others_do(make_worker: MakeWorker, oracle: Oracle) -> None:
-    """in_flight="wait" beside pauses, sleeps, aborts and other updates: it is done, or it says why it can not be."""
+    """Waiting updates from many threads end whatever the others do (pauses, sleeps, aborts and other updates): each is
+    done, or says why it can not be.
+    """
     worker, _ = make_worker(max_num_seqs=4, num_blocks=80, while_asleep="wait")
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
     load = Load(worker)
     outcomes: list[str] = []
 
     def waiter() -> None:
-        """At least 40 times, and until 5 were done: who is refused comes again at once, before who would resume."""
+        """Update at least 40 times, and until 5 were done; if refused, come again at once, before who would resume."""
         done, limit = 0, time.monotonic() + HANG
         for number in itertools.count():
             if number >= 40 and done >= 5:

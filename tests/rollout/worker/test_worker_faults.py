@@ -1,4 +1,4 @@
-"""No room, damaged memory, a base that changes: a clear error, no mixture, and a full sync heals the worker."""
+"""No room, damaged memory or a base that changes give a clear error and no mixture; a full sync heals the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT = 1 << 16
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """Files of this process may not grow beyond `LIMIT` bytes: what a full disk or /dev/shm does to them."""
+    """Let files of this process not grow beyond `LIMIT` bytes: what a full disk or /dev/shm does to them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
     try:
@@ -113,7 +113,7 @@ def test_a_flipped_bit_in_the_copy_of_sleeping_weights(make_worker: MakeWorker, 
 
 
 def flip(file: int, place: int) -> None:
-    """A bit of the byte so far from the file's end."""
+    """Flip a bit of the byte so far from the file's end."""
     place += os.fstat(file).st_size
     os.pwrite(file, bytes([os.pread(file, 1, place)[0] ^ 4]), place)
 
@@ -133,7 +133,9 @@ def test_a_copy_of_sleeping_weights_that_is_cut_off(make_worker: MakeWorker) -> 
 
 
 def test_a_base_that_changes_between_the_check_of_a_delta_and_its_write(make_worker: MakeWorker) -> None:
-    """Without a word to the worker: one that was told refuses the delta."""
+    """A base that changes between the check of a delta and its write, without a word to the worker, is noticed. (One
+    that was told refuses the delta.)
+    """
     module = larger()
     worker, _ = make_worker(module=module)
     trainer = larger()

@@ -1,4 +1,4 @@
-"""One interface of all workers: the options of an update, and the worker behind an event loop."""
+"""All workers have one interface: the options of an update, and the worker behind an event loop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def behind_a_loop(worker: RolloutWorker, check: Callable[[AsyncWorker, Sources],
 def test_every_option_of_an_update_reaches_the_worker_behind_a_loop(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever options there are: nothing between lists them."""
+    """Every option of an update reaches the worker behind a loop, as nothing between lists them."""
     worker, _ = make_worker()
     seen: list[dict[str, Any]] = []
     receive = worker.receive_weights
@@ -145,7 +145,9 @@ def test_a_worker_behind_a_loop_answers_like_one_before_it(make_worker: MakeWork
 def test_a_cancel_that_comes_before_its_call_is_not_lost(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray lets a later call overtake one with large arguments. Of tickets whose call never comes a few are kept."""
+    """A cancel that comes before its call is not lost: Ray lets a later call overtake one with large arguments. Of
+    tickets whose call never comes a few are kept.
+    """
     worker, _ = make_worker()
     monkeypatch.setattr(async_worker, "MOST_EARLY", 2)
 
@@ -165,7 +167,9 @@ def test_a_cancel_that_comes_before_its_call_is_not_lost(
 
 
 def test_a_worker_behind_a_loop_hangs_up_in_a_thread(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may wait for an update that is opening its link, and `health` answers meanwhile."""
+    """A worker behind a loop hangs up in a thread: it may wait for an update that is opening its link, and `health`
+    answers meanwhile.
+    """
     worker, _ = make_worker()
     closed_in: list[threading.Thread] = []
 

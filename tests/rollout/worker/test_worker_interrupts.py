@@ -1,4 +1,4 @@
-"""Ctrl-C at any point of a call or a command: the worker goes on as if that call had been made, or had not.
+"""A worker goes on after Ctrl-C at any point of a call or a command as if that call had been made, or had not.
 
 A timer's signal handler raises `KeyboardInterrupt` after a random time, and mostly again and again after that: an
 interrupt also meets what an earlier one has made the worker clear up.
@@ -30,17 +30,19 @@ MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
 FEW = SamplingParams(max_tokens=3)
 TEST_TOOLS = ("_pytest", "hypothesis")
-"""They hook into the collector and into errors that nobody catches; what is raised in there reaches no caller."""
+"""Names tools that hook into the collector and into errors that nobody catches; what is raised in there reaches no
+caller.
+"""
 CASES = 10 * int(os.environ.get("SAMEBIT_SOAK_CASES", "30"))
 
 
 def called(act: Callable[[], object]) -> None:
-    """Only what runs inside of this is interrupted, and not what clears up behind the test."""
+    """Call what alone is interrupted, and not what clears up behind the test."""
     act()
 
 
 class Interrupts:
-    """Raised in the main thread after so many seconds, and then `count` times in all at a distance of `again`."""
+    """Raises in the main thread after so many seconds, and then `count` times in all at a distance of `again`."""
 
     def __init__(self, seconds: float, again: float, count: int) -> None:
         self._seconds = seconds
@@ -85,7 +87,7 @@ def update_in_place(worker: Any, **options: object) -> None:
 
 
 def acts_of(worker: Any) -> list[Callable[[], object]]:
-    """Every call of a worker; those that need their like come in pairs."""
+    """Return every call of a worker; those that need their like come in pairs."""
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
     return [
         lambda: worker.generate([[1, 2, 3], [4]], FEW),
@@ -107,7 +109,7 @@ def acts_of(worker: Any) -> list[Callable[[], object]]:
 
 
 def assert_whole(worker: Any, oracle: Oracle) -> None:
-    """Every command works, and requests of this thread and of another one."""
+    """Check that every command works, and requests of this thread and of another one."""
     worker.wake_up()
     worker.resume()
     if worker.trouble() is not None:
@@ -140,7 +142,9 @@ def test_an_interrupt_at_any_time_leaves_a_worker_that_works(make_worker: MakeWo
 def test_an_interrupt_before_the_first_line_of_the_end_of_a_block_is_noticed(
     make_worker: MakeWorker, oracle: Oracle
 ) -> None:
-    """A tracer raises where only luck puts a signal: on entry to what ends the block. The exception lives on."""
+    """An interrupt before the first line of the end of a block is noticed. A tracer raises where only luck puts a
+    signal: on entry to what ends the block. The exception lives on.
+    """
     worker, _ = make_worker(shared=True)
 
     def trace(frame: FrameType, event: str, _: object) -> None:
@@ -160,7 +164,7 @@ def test_an_interrupt_before_the_first_line_of_the_end_of_a_block_is_noticed(
 
 
 def in_a_fork(call: Callable[[], object]) -> str:
-    """What a call raises in a forked child; "" where it returns."""
+    """Return what a call raises in a forked child; "" where it returns."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:

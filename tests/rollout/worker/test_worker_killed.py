@@ -37,13 +37,13 @@ from ..named_memory import named_memory
 SCRIPT = Path(__file__).parents[2] / "weight_sync" / "dying.py"
 POINTS = 20
 TIMEOUT = 2 * HANG
-"""Of the links: what took less than `HANG` did not wait for it."""
+"""Is the timeout of the links: what took less than `HANG` did not wait for it."""
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 
 
 class Dying:
-    """The process that forks; see dying.py."""
+    """Drives the process that forks; see dying.py."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -145,7 +145,7 @@ def test_a_gloo_sender_is_killed(make_worker: MakeWorker, dying: Dying, tmp_path
 
 
 def gloo_end(dying: Dying, store: Path, calls: int | None) -> BroadcastReceiver:
-    """Of a group with a sender that dies at this call."""
+    """Return the end of a group whose sender dies at this call."""
     dying.start("gloo sender", calls, str(store))
     return BroadcastReceiver(0, gloo_group(dist.FileStore(str(store), 2), 1, 2, timeout=TIMEOUT), timeout=TIMEOUT)
 
@@ -167,7 +167,7 @@ def _killed_gloo_sender(worker: Any, dying: Dying, store: Path, calls: int) -> s
 
 
 def receive(worker: Any, end: Any) -> str:
-    """What became of the weights."""
+    """Receive; return what became of the weights."""
     try:
         worker.receive_weights(end, verify=True)
     except SyncBrokenError:
@@ -176,7 +176,7 @@ def receive(worker: Any, end: Any) -> str:
 
 
 def check(worker: Any, outcome: str, before: dict[str, torch.Tensor]) -> None:
-    """No mixture is served, and a full update heals."""
+    """Check that no mixture is served, and a full update heals."""
     if outcome == "old":
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(worker).items())
     if outcome == "incomplete":

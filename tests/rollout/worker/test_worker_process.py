@@ -27,7 +27,7 @@ SHORT = 1.0
 
 
 class WorkerProcesses:
-    """One after the other: forks of one process."""
+    """Runs one worker after the other, as forks of one process."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self._parent = subprocess.Popen(
@@ -64,7 +64,9 @@ class WorkerProcesses:
 
 
 def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the trainer waits for it, and before a sync; the third process has all weights, and the right ones."""
+    """A worker process that is killed while it generates, as the trainer waits for it or before a sync, harms no later
+    one: the third process has all weights, and the right ones.
+    """
     trainer = tiny(1)
     tiny(2).save_pretrained(tmp_path)
     with SharedMemorySender(timeout=2 * HANG) as sender, ThreadPoolExecutor(1) as beside:

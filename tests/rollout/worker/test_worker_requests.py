@@ -1,4 +1,4 @@
-"""The worker's request side: threads, queues, streams, errors. The runner is the fake one."""
+"""Requests to a worker come from threads, wait in queues, stream, and fail rightly. The runner is the fake one."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def test_a_bad_request_does_not_disturb_those_in_flight(make_worker: MakeWorker,
 def test_a_request_that_the_pool_can_not_hold_takes_nothing_from_the_others(
     make_worker: MakeWorker, oracle: Oracle
 ) -> None:
-    """Others run and wait: it is refused by name, and they and those after it get their tokens."""
+    """A request that the pool can not hold is refused by name, and takes nothing from the others, which run and wait:
+    they and those after it get their tokens.
+    """
     worker, runner = make_worker(num_blocks=4, max_num_seqs=1)
     runner.gate = StepGate(1)
     handles = [worker.submit([1, last], FEW) for last in (2, 3)]
@@ -376,7 +378,9 @@ def test_a_worker_that_is_dropped_stops_its_thread(make_worker: MakeWorker) -> N
 def test_at_exit_the_thread_ends_before_the_interpreter_does(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that still runs while the interpreter goes away aborts the process (seen)."""
+    """At exit the worker's thread ends before the interpreter does: a kernel that still runs while that goes away
+    aborts the process (seen).
+    """
     callbacks: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", callbacks.append)
     before = set(threading.enumerate())
@@ -419,7 +423,7 @@ def close():
 
 
 def test_a_worker_may_be_closed_at_exit() -> None:
-    """When the interpreter starts no thread any more."""
+    """A worker may be closed at exit, when the interpreter starts no thread any more."""
     command = [*python(), "-c", CLOSED_AT_EXIT, str(Path(__file__).parents[1])]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
     assert done.stdout == "closed 0\n"
@@ -440,7 +444,9 @@ next(begun)
 
 
 def test_a_worker_may_be_closed_by_a_generator_that_python_ends() -> None:
-    """Before Python 3.12 a thread that is started by then never runs: who waited for it hung."""
+    """A worker may be closed by a generator that Python ends. Before Python 3.12 a thread that is started by then never
+    runs: who waited for it hung.
+    """
     command = [sys.executable, "-c", CLOSED_AS_MODULES_END, str(Path(__file__).parents[1])]  # a fork ends otherwise
     subprocess.run(command, check=True, timeout=HANG)
 
@@ -491,7 +497,9 @@ def test_a_request_without_an_id_gets_one_that_nobody_has_given(make_worker: Mak
 def test_a_cancel_that_comes_late_ends_no_later_request_of_the_id(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request ends, and another takes its id, after `cancel` has seen that it goes on."""
+    """A cancel that comes late ends no later request of the id: the request ends, and another takes its id, after
+    `cancel` has seen that it goes on.
+    """
     worker, runner = make_worker()
     first = worker.submit([1], FEW, request_id="mine")
     later = []
@@ -523,7 +531,9 @@ class DroppedMeanwhile(str):
 
 @pytest.mark.parametrize("call", ["submit", "drop_adapter"])
 def test_an_adapter_dropped_at_the_same_time_gives_no_bare_key_error(make_worker: MakeWorker, call: str) -> None:
-    """Who comes first has it; who comes second is told by name."""
+    """An adapter that is dropped at the same time gives no bare KeyError: who comes first has it; who comes second is
+    told by name.
+    """
     worker, _ = make_worker()
     worker._adapters.registry.put(Loaded(Adapter("policy", {}, version=1, number=1), AdapterLayout({}, None)))
     name = DroppedMeanwhile("policy")

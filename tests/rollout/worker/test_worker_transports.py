@@ -1,4 +1,4 @@
-"""Weights that come to a worker over a link or from an iterator: what arrives, and what a fault leaves behind."""
+"""Weights that come to a worker over a link or from an iterator arrive whole, and no fault leaves a mixture in use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BUCKET = 1024
 
 
 class Odd(nn.Module):
-    """Odd sizes, tensors larger than a bucket, one empty, one transposed, a tie, an integer buffer."""
+    """Has odd sizes, tensors larger than a bucket, one empty, one transposed, a tie, an integer buffer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def serves(worker: Any) -> bool:
 
 
 class Sending:
-    """A sender in another thread; its report or its error is `result()`."""
+    """Runs a sender in another thread; its report or its error is `result()`."""
 
     def __init__(self, sender: Any, weights: object, **options: object) -> None:
         self._outcome: list[object] = []
@@ -98,7 +98,7 @@ class Sending:
 
 
 class Faulty(SharedMemoryReceiver):
-    """`damage(number, header, bytes)` may change what arrives."""
+    """Receives what `damage(number, header, bytes)` makes of each bucket."""
 
     damage: Callable[[int, BucketHeader, Any], tuple[BucketHeader, Any]] | None = None
 
@@ -117,7 +117,7 @@ def pair() -> Iterator[tuple[SharedMemorySender, Faulty]]:
 
 @pytest.fixture
 def odd_worker(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker on an `Odd` model, with other weights than any other."""
+    """Give a worker on an `Odd` model, with other weights than any other."""
     worker, _ = make_worker(module=Odd())
     return worker
 
@@ -270,7 +270,9 @@ def begin(act: Callable[[], object]) -> threading.Thread:
 def test_a_delta_is_not_written_over_weights_that_changed_while_it_waited(
     make_worker: MakeWorker, pair: tuple[Any, Any], meanwhile: str
 ) -> None:
-    """It was agreed to while a step ran, and another update, or a sleep that discards the weights, came before it."""
+    """A delta that was agreed to while a step ran is not written over weights that changed before it came: by another
+    update, or a sleep that discards them.
+    """
     worker, runner = make_worker()
     sender, end = pair
     trained = weights_of(worker)
@@ -313,7 +315,9 @@ def test_a_delta_is_not_written_over_weights_that_changed_while_it_waited(
 
 
 def test_weights_that_sleep_take_no_delta_of_experts_apart(make_worker: MakeWorker, pair: tuple[Any, Any]) -> None:
-    """Nor is their memory, which is not there, looked at for its base."""
+    """Weights that sleep take no delta of experts apart, and their memory, which is not there, is not looked at for its
+    base.
+    """
     worker, _ = make_worker(module=expert_model("Qwen3Moe"))
     sender, end = pair
     before = weights_of(worker)
@@ -336,7 +340,9 @@ def test_weights_that_sleep_take_no_delta_of_experts_apart(make_worker: MakeWork
 def test_incomplete_weights_take_no_delta(
     make_worker: MakeWorker, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where their bits are its base: nothing says so of discarded ones but memory that nobody has used."""
+    """Incomplete weights take no delta, even where their bits are its base: of discarded ones only memory that nobody
+    has used shows that they are not.
+    """
     worker, _ = make_worker()
     sender, end = pair
     trained = weights_of(worker)
@@ -399,7 +405,7 @@ def test_a_stream_that_is_not_what_it_announced(
 def test_a_stream_is_gone_through_whatever_ends_its_update(
     make_worker: MakeWorker, ends: dict[str, Any], error: type[Exception]
 ) -> None:
-    """The trainer's other ranks gather it too, and would wait."""
+    """A stream is read to its end whatever ends its update: the trainer's other ranks gather it too, and would wait."""
     worker, _ = make_worker()
     gathered: list[str] = []
 
@@ -413,7 +419,7 @@ def test_a_stream_is_gone_through_whatever_ends_its_update(
 
 
 def assert_old_or_incomplete(worker: Any, before: dict[str, Tensor]) -> bool:
-    """Either nothing was written or the worker refuses; whether it refuses."""
+    """Check that either nothing was written or the worker refuses; return whether it refuses."""
     if worker.trouble() is None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(worker).items())
         assert serves(worker)
@@ -600,7 +606,9 @@ def test_a_sender_that_stalls_midway(odd_worker: Any, pair: tuple[Any, Any]) -> 
 def test_closing_a_worker_ends_its_wait_for_weights(
     odd_worker: Any, pair: tuple[Any, Any], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, whatever the timeout, in any thread; the sender hears of it as at once."""
+    """Closing a worker ends its wait for weights at once, whatever the timeout, in any thread; the sender hears of it
+    as at once.
+    """
     sender, _ = pair
     go_on, stalls = threading.Event(), threading.Event()
 
@@ -643,7 +651,9 @@ def test_closing_a_worker_ends_its_wait_for_weights(
 
 @pytest.mark.parametrize("number", [0, 7])
 def test_an_update_that_stalls_stops_generation_no_longer_than_a_small_timeout(odd_worker: Any, number: int) -> None:
-    """A sender that talks on without sending weights while the worker holds its lock."""
+    """An update that stalls, with a sender that talks on without sending weights while the worker holds its lock, stops
+    generation no longer than a small timeout.
+    """
     release = threading.Event()
     with (
         SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender,
@@ -712,7 +722,7 @@ def test_the_socket_is_for_its_owner_and_the_memory_has_no_name() -> None:
     ],
 )
 def test_what_a_stranger_says_is_checked(make_worker: MakeWorker, message: bytes, says: str) -> None:
-    """A connected receiver that says something else: the sender raises and can be used again."""
+    """A connected receiver that says something strange makes the sender raise, which can be used again."""
     worker, _ = make_worker()
     with SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender:
         sending = Sending(sender, worker.module)
@@ -755,7 +765,7 @@ def test_arguments(pair: tuple[Any, Any]) -> None:
     [({"delta": 1}, "delta must be True or False"), ({"dtype": torch.float16}, "dtype= casts a module or a dict")],
 )
 def test_a_stream_that_is_not_sent_is_gone_through(pair: tuple[Any, Any], wrong: dict[str, Any], says: str) -> None:
-    """The trainer's other ranks gather it too, and would wait."""
+    """A stream that is not sent is read to its end: the trainer's other ranks gather it too, and would wait."""
     gathered: list[str] = []
     with pytest.raises(ValueError, match=says):
         pair[0].send(noted_stream({"a": torch.zeros(2), "b": torch.zeros(2)}, gathered), **wrong)

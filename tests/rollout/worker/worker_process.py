@@ -1,4 +1,4 @@
-"""Workers in processes of their own, run by test_worker_process.py: `worker_process.py FOLDER ADDRESS`.
+"""Run workers in processes of their own, for test_worker_process.py: `worker_process.py FOLDER ADDRESS`.
 
 The first line on stdin forks a worker, which answers with the number of its process. What follows are commands to it;
 each answer is a line of JSON. Its exit code is the last, and the next line forks another.
@@ -24,13 +24,13 @@ LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 
 
 def samples(worker: Any) -> list[list[list[int]]]:
-    """Tokens, and the bits of their log-probabilities."""
+    """Return tokens, and the bits of their log-probabilities."""
     outputs = [output.samples[0] for output in worker.generate(PROMPTS, PARAMS)]
     return [[one.token_ids, np.asarray(one.logprobs, np.float32).view(np.int32).tolist()] for one in outputs]
 
 
 def begin(worker: Any) -> float:
-    """A long generation, in the middle of which this returns."""
+    """Begin a long generation, in the middle of which this returns."""
     worker.submit_all(PROMPTS, LONG)
     while worker.stats()["output_tokens"] < 50:
         time.sleep(0.001)
