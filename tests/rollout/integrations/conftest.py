@@ -1,4 +1,4 @@
-"""What tests of TRL's trainers share."""
+"""Share what tests of TRL's trainers need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model in the format of Qwen3."""
+    """Return the folder of a small random model in the format of Qwen3."""
     from .trl_model import qwen3_folder  # brings TRL
 
     return qwen3_folder(tmp_path_factory.mktemp("qwen3"))

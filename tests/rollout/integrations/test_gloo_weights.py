@@ -1,4 +1,4 @@
-"""A trainer's weights over gloo, through a client of four calls; what the server refuses raises at once."""
+"""A trainer's weights come over gloo, through a client of four calls; what the server refuses raises at once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_what_is_sampled_then_has_the_bits_of_what_was_sent(
 
 
 def test_a_state_dict_has_the_buffers_and_ties_that_an_update_covers(tmp_path: Path) -> None:
-    """A correction bias is a buffer: `named_parameters()` lacks it. Tied weights come under each of their names."""
+    """A state dict has the buffers and ties that an update covers: `named_parameters()` lacks a correction bias, which
+    is a buffer, and tied weights come under each of their names.
+    """
     tokenizer = byte_tokenizer()
     folders = {}
     for seed in (0, 1):
@@ -109,7 +111,7 @@ def test_what_is_cast_is_logged_once_for_each_pair_of_dtypes(tmp_path: Path, cap
 
 
 def check(served: Served, model: torch.nn.Module) -> None:
-    """The server's log-probabilities are those of this model, bit for bit."""
+    """Check that the server's log-probabilities are those of this model, bit for bit."""
     asked = {"token_ids": IDS, "sampling_params": {"max_tokens": 8, "logprobs": 0, "ignore_eos": True}}
     (choice,) = served.post("/inference/v1/generate", asked).json()["choices"]
     expected = token_logprobs(model, torch.tensor([IDS + choice["token_ids"]]))[0, -8:].tolist()
@@ -117,7 +119,9 @@ def check(served: Served, model: torch.nn.Module) -> None:
 
 
 def test_what_is_refused_raises_and_ends_the_transfer(served: Served) -> None:
-    """Nobody waits for the other side; the next update begins with a new transfer."""
+    """What the server refuses raises and ends the transfer: nobody waits for the other side, and the next update begins
+    with a new transfer.
+    """
     before = served.service.worker.weight_version
     weights = GlooWeights(Client(served.http, served.control), timeout=HANG)
     with pytest.raises(RuntimeError, match="init_weight_transfer"):

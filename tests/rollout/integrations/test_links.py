@@ -1,4 +1,4 @@
-"""Links that a worker behind calls keeps open: to few senders, and none to one that was given up."""
+"""A worker behind calls keeps links open to few senders, and none to one that was given up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = {"weight": torch.zeros(3)}
 
 
 def num_open(links: list[SharedMemoryReceiver]) -> int:
-    """How many of them hold a socket, and memory of a sender: also of one that is gone."""
+    """Count those that hold a socket, and memory of a sender: also of one that is gone."""
     for link in links:
         assert (link._channel is None) == (link._memory is None) == link._closed
     return sum(link._channel is not None for link in links)
@@ -88,7 +88,9 @@ def test_a_link_that_an_update_uses_is_not_closed_for_another() -> None:
 
 
 def test_a_sender_that_called_on_a_line_which_made_room_is_taken_on_another() -> None:
-    """It had announced before the line was closed, and got no answer there."""
+    """A sender that called on a line which made room for others is taken on another: it had announced before the line
+    was closed, and got no answer there.
+    """
     sources = Sources()
     with ThreadPoolExecutor(2) as other, ExitStack() as stack:
         first, *waiting = [stack.enter_context(small_sender()) for _ in range(MOST_IDLE + 2)]
@@ -143,7 +145,9 @@ def test_an_update_whose_link_is_given_up_ends() -> None:
 
 
 def test_a_group_that_waits_for_its_ranks_holds_up_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sender is late: meanwhile an update comes over another link, and what is open can be closed."""
+    """A group that waits for its ranks, as its sender is late, holds up no other link: an update comes over another
+    one, and what is open can be closed.
+    """
     sources, store, joining = Sources(), listening_store("127.0.0.1"), threading.Event()
 
     def connect(*place: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A worker in an actor of Ray: the results of one in this process, weights over every link, and death in time."""
+"""A worker in an actor of Ray has the results of one in this process, weights over every link, and dies in time."""
 
 from __future__ import annotations
 
@@ -89,18 +89,20 @@ def seeded(seed: int) -> SamplingParams:
 
 
 def drawn(outputs: list[Any]) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities, to be compared bit for bit (they are float32 values)."""
+    """Return tokens and log-probabilities, to be compared bit for bit (they are float32 values)."""
     return [(sample.token_ids, sample.logprobs) for output in outputs for sample in output.samples]
 
 
 def serves(worker: RayWorker, weights: LlamaForCausalLM) -> bool:
-    """Whether it generates what a worker on these weights does, bit for bit."""
+    """Tell whether it generates what a worker on these weights does, bit for bit."""
     with RolloutWorker(weights, config=CONFIG) as here:
         return drawn(worker.generate(PROMPTS, seeded(5))) == drawn(here.generate(PROMPTS, seeded(5)))
 
 
 def test_adapters_are_loaded_and_dropped(worker: RayWorker, local: RolloutWorker, tmp_path: Path) -> None:
-    """A dict goes through shared memory, a folder is opened there; a request names one as in this process."""
+    """Adapters are loaded and dropped: a dict goes through shared memory, a folder is opened there; a request names one
+    as in this process.
+    """
     worker.receive_weights(tiny(0))
     config = LoraConfig(r=3, target_modules=["q_proj", "up_proj"])
     model = get_peft_model(tiny(0), config)
@@ -131,7 +133,9 @@ def test_adapters_are_loaded_and_dropped(worker: RayWorker, local: RolloutWorker
 
 
 def test_the_stream_of_an_adapter_that_is_not_sent_is_gone_through() -> None:
-    """The trainer's other ranks gather it too, and would wait."""
+    """The stream of an adapter that is not sent is read to its end: the trainer's other ranks gather it too, and would
+    wait.
+    """
     gathered: list[str] = []
     with pytest.raises(AdapterError, match="in_flight must be one of"):
         RayWorker(None).load_adapter("a", noted_stream({"lora_A": torch.zeros(2)}, gathered), in_flight="keep")
@@ -231,7 +235,9 @@ def test_an_await_that_is_cancelled_cancels_the_request(worker: RayWorker) -> No
 
 @pytest.mark.parametrize("by_id", [False, True])
 def test_a_large_request_can_be_cancelled_at_once(worker: RayWorker, by_id: bool) -> None:
-    """Arguments of more than 100 KiB go another way, and the cancel overtakes them; so long a prompt does, too."""
+    """A large request can be cancelled at once. Arguments of more than 100 KiB go another way, and the cancel overtakes
+    them, as it does so long a prompt.
+    """
     worker.pause()
     try:
         handle = worker.submit([1], replace(LONG, cache_salt="x" * 200_000))
@@ -290,7 +296,7 @@ def test_the_process_is_set_up_before_torch_loads(worker: RayWorker) -> None:
 
 
 def test_reading_the_version_waits_like_every_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor that is busy has not died."""
+    """Reading the version waits like every other call: an actor that is busy has not died."""
     client, limits = importlib.import_module(RayWorker.__module__), []
 
     def waited(reference: Any, timeout: float | None = None) -> Any:
@@ -382,7 +388,9 @@ def test_a_broadcast_over_the_device_of_the_group(monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for both ends of CUDA IPC: which are made, where, and for how long."""
+    """Weights on the GPU of the actor go through its memory. Stand-ins for both ends of CUDA IPC tell which are made,
+    where, and for how long.
+    """
     client, links = (importlib.import_module(kind.__module__) for kind in (RayWorker, BroadcastFrom))
     made: list[Any] = []
 
@@ -429,7 +437,7 @@ def test_a_killed_actor_is_an_error_at_all_callers(cluster: None, folder: Path) 
     sender = SharedMemorySender(timeout=2 * HANG)
 
     def stop_after_some_steps(actor: Any) -> None:
-        """In its process: no request ends, and no update that waits for them is written."""
+        """Let the actor make some steps and no more: no request ends, and no update that waits for them is written."""
         import threading
 
         runner, left = actor._loaded._engine.runner, threading.Semaphore(20)

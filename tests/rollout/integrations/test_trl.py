@@ -1,4 +1,4 @@
-"""TRL's GRPO and RLOO with samebit: no token of several steps has another log-probability in the trainer."""
+"""TRL's GRPO and RLOO run with samebit: no token of several steps has another log-probability in the trainer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "RLOO: LoRA": (RLOOTrainer, {"beta": 0.1}, {"peft_config": LoraConfig(r=3, target_modules=["q_proj", "v_proj"])}),
     "GRPO": (GRPOTrainer, {}, {}),
 }
-"""Those behind the sixth combine what those before them have, and are for `make soak`."""
+"""Lists runs; those behind the sixth combine what those before them have, and are for `make soak`."""
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -94,7 +94,7 @@ def trainer(kind: type, folder: Path, out: Path, options: dict[str, Any] | None 
 
 
 def steps(trained: Any) -> Iterator[dict[str, float]]:
-    """What was logged of each step, without the summary of the run."""
+    """Yield what was logged of each step, without the summary of the run."""
     yield from (row for row in trained.state.log_history if "loss" in row)
 
 
@@ -121,7 +121,7 @@ def test_no_token_differs(case: str, folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_travels_with_a_batch_is_where_the_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, for which "meta" stands here; TRL was not run on one."""
+    """What travels with a batch is where the batch is, on a GPU too ("meta" stands for one; TRL was not run on one)."""
     batch = {"completion_mask": torch.ones(2, 3, device="meta")}
     monkeypatch.setattr(trl.RLOOTrainer, "_generate_and_score_completions", lambda self, inputs: dict(batch))
     trained: Any = object.__new__(RLOOTrainer)
@@ -136,7 +136,9 @@ def test_what_travels_with_a_batch_is_where_the_batch_is(monkeypatch: pytest.Mon
 
 
 def test_a_step_sees_what_the_one_before_has_learned(folder: Path, tmp_path: Path) -> None:
-    """The worker generates with the weights after each step: a greedy answer is another one, and evaluation agrees."""
+    """A step sees what the one before has learned: the worker generates with the weights after each step, so that a
+    greedy answer is another one, and evaluation agrees.
+    """
     data = Dataset.from_dict({"prompt": PROMPTS})
     trained = trainer(GRPOTrainer, folder, tmp_path, {"learning_rate": 0.1, "eval_strategy": "no"}, eval_dataset=data)
     prompt = trained.processing_class(PROMPTS[2])["input_ids"]
@@ -152,7 +154,9 @@ def test_a_step_sees_what_the_one_before_has_learned(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(("kind", "times"), [(GRPOTrainer, 1), (RLOOTrainer, 2)], ids=["GRPO", "RLOO"])
 def test_an_evaluation_has_metrics_of_its_own(kind: type, times: int, folder: Path, tmp_path: Path) -> None:
-    """Between two entries of training, which have all of theirs. times: how often a token is compared."""
+    """An evaluation between two entries of training has metrics of its own, and training has all of its. times: how
+    often a token is compared.
+    """
     options = {
         "max_steps": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
         "generation_kwargs": {"logit_bias": {END_ID: -100.0}},
@@ -183,7 +187,9 @@ def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
 
 
 def test_one_bit_is_noticed(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A rollout function of the user's own is compared too; its numbers lie next to the true ones."""
+    """One bit is noticed: a rollout function of the user's own is compared too, here with numbers next to the true
+    ones.
+    """
 
     def rollout(prompts: list[str], trained: Any) -> dict[str, Any]:
         prompt_ids = [trained.processing_class(prompt)["input_ids"] for prompt in prompts]
@@ -207,7 +213,9 @@ def test_one_bit_is_noticed(folder: Path, tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_rollout_function_may_report_no_logprobs(folder: Path, tmp_path: Path) -> None:
-    """TRL trains as it does without its vLLM; nothing is compared."""
+    """A rollout function may report no log-probabilities: TRL trains as it does without its vLLM, and nothing is
+    compared.
+    """
 
     def rollout(prompts: list[str], trained: Any) -> dict[str, Any]:
         prompt_ids = [trained.processing_class(prompt)["input_ids"] for prompt in prompts]
@@ -298,7 +306,9 @@ def test_the_worker_is_as_asked_for(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_in_memory_with_states(tmp_path: Path) -> None:
-    """A hybrid with Mamba layers, and a tokenizer that puts a token in front of every prompt."""
+    """A model in memory with states is trained: a hybrid with Mamba layers, and a tokenizer that puts a token in front
+    of every prompt.
+    """
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.padding_side = "left"
     model = tiny_model.build_model(tokenizer, 0, "hybrid", hidden_size=32, intermediate_size=32)
@@ -312,7 +322,9 @@ def test_a_model_in_memory_with_states(tmp_path: Path) -> None:
 
 
 def test_attention_that_chooses_its_tokens(tmp_path: Path) -> None:
-    """A GLM-5 that reads 9 tokens of up to 32; what its indexers know stays as it is, and the rest is trained."""
+    """A model whose attention chooses its tokens, a GLM-5 that reads 9 of up to 32, is trained; what its indexers know
+    stays as it is.
+    """
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.padding_side = "left"
     model = models.build("dsa", tokenizer, top_k=9)
@@ -338,7 +350,7 @@ def test_the_folder_is_one_that_anybody_reads(folder: Path) -> None:
 
 
 class Adder:
-    """An environment: its task is in `reset`, its tool adds, and it owns a reward."""
+    """Is an environment: its task is in `reset`, its tool adds, and it owns a reward."""
 
     def reset(self, **_: Any) -> str:
         self.calls = 0
@@ -382,7 +394,7 @@ def called_first(trained: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[in
 
 
 def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tool says is attended to, and not compared."""
+    """Tools and environments work: what a tool says is attended to, and not compared."""
     data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is it? "}]] * 8})
     options = config(GRPOTrainer, tmp_path, max_completion_length=140, max_steps=2, max_tool_calling_iterations=1)
     trained = GRPOTrainer(str(folder), None, options, train_dataset=data, environment_factory=Adder)
@@ -399,7 +411,9 @@ def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytes
 def test_end_tokens_outside_the_vocabulary(
     kind: type, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As generation configs of cut-down models have them: samples end at the others."""
+    """Samples end at the model's other end tokens where some are outside the vocabulary, as in generation configs of
+    cut-down models.
+    """
     model = with_end_tokens(folder, tmp_path / "model", [END_ID, 151645, -1])
     trained = trainer(kind, model, tmp_path, {"max_steps": 1, "generation_kwargs": {"logit_bias": {END_ID: 100.0}}})
     trained.train()
@@ -420,7 +434,9 @@ def test_a_tokenizer_without_end_token_is_refused(folder: Path, tmp_path: Path) 
 def test_entropies_are_computed_for_the_loss_alone(
     kind: type, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with the log-probabilities of the reference model, nor with those from before the steps."""
+    """Entropies are computed for the loss alone, not with the log-probabilities of the reference model, nor with those
+    from before the steps.
+    """
     asked: list[tuple[bool, bool]] = []
 
     def noted(*given: Any, with_entropy: bool, **more: Any) -> Any:

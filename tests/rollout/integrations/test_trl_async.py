@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPO with samebit in its process: what is fresh is equal bit for bit, trees of samples are unfolded."""
+"""TRL's AsyncGRPO runs with samebit in its process: what is fresh is equal bit for bit, and trees are unfolded."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_old_samples_are_off_policy(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_turn_that_a_step_aborts_goes_on(folder: Path, tmp_path: Path) -> None:
-    """It is of several versions then, and says so; these have the same weights, so that its bits can be looked at."""
+    """A turn that a step aborts goes on; it is of several versions then, and says so. These have the same weights here,
+    so that its bits can be looked at.
+    """
     trained = trainer(folder, tmp_path, {"max_completion_length": 200, "max_inflight_tasks": 8}, in_flight="abort")
     trained.rollout_worker.start()
     for _ in range(3):
@@ -128,7 +130,9 @@ def test_a_failing_reward_ends_the_training(folder: Path, tmp_path: Path) -> Non
 def test_what_the_end_of_a_training_cuts_off_is_not_scored(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker stands still, so that nothing is sampled before the end."""
+    """What the end of a training cuts off is not scored. The worker stands still, so that nothing is sampled before the
+    end.
+    """
     scored = []
 
     def rewarded(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -172,7 +176,9 @@ def test_a_checkpoint_goes_on_with_the_next_prompt(folder: Path, tmp_path: Path)
 
 
 def test_end_tokens_outside_the_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """As generation configs of cut-down models have them: samples end at the others, which are all tokens here."""
+    """Samples end at the model's other end tokens, here all tokens, where some are outside the vocabulary, as in
+    generation configs of cut-down models.
+    """
     model = with_end_tokens(folder, tmp_path / "model", [*range(len(byte_tokenizer())), 151645, -1])
     trained = trainer(model, tmp_path, {"max_steps": 1})
     trained.train()
@@ -253,7 +259,9 @@ def test_a_tree_has_the_scores_of_its_samples(samples: list[list[int]], folder: 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_copy_of_the_trainers_model_computes_with_its_own_weights(adapted: bool, folder: Path) -> None:
-    """As a reference that somebody keeps: it does not follow the policy."""
+    """A copy of the trainer's model computes with its own weights, as a reference that somebody keeps: it does not
+    follow the policy.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")) if adapted else model
     give_scores(model, None, 1.0)

@@ -1,4 +1,4 @@
-"""TRL's trainers with samebit where the model's length ends a sample: it ends there, and so does a conversation."""
+"""A sample of TRL's trainers ends where the model's length does, and so does a conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST = max(len(prompt) for prompt in PROMPTS)
 
 
 def up_to_the_call(content: str, call: str) -> int:
-    """How many tokens a conversation has up to the end of the tool's call."""
+    """Return how many tokens a conversation has up to the end of the tool's call."""
     prompt = [{"role": "user", "content": content}]
     ids = byte_tokenizer().apply_chat_template(
         prompt, tools=[Adder().add], add_generation_prompt=True, return_dict=False
@@ -39,7 +39,7 @@ def up_to_the_call(content: str, call: str) -> int:
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_a_sample_ends_with_the_models_length(kind: type, folder: Path, tmp_path: Path) -> None:
-    """Also where more tokens were asked for at least."""
+    """A sample ends with the model's length, also where more tokens were asked for at least."""
     longest = RolloutConfig(max_model_len=LONGEST + 9)
     trained = trainer(kind, folder, tmp_path, {"generation_kwargs": {"min_tokens": 12}}, rollout_config=longest)
     trained.train()
@@ -86,7 +86,7 @@ def test_an_async_sample_ends_with_the_models_length(folder: Path, tmp_path: Pat
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that has ended before it began."""
+    """Is a request that has ended before it began."""
 
     request_id: str
     output: RequestOutput

@@ -1,4 +1,4 @@
-"""TRL's own HTTP clients, rollout worker and AsyncGRPO against `samebit serve`: no class of TRL is replaced."""
+"""TRL's own HTTP clients, rollout worker and AsyncGRPO run against `samebit serve`: no class of TRL is replaced."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_needs_nccl_is_refused_by_name(served: Served) -> None:
 
 @pytest.fixture
 def reward(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
-    """A function that another process can import."""
+    """Return a reward function that another process can import."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "in_trl")
     found: Callable[..., list[float]] = importlib.import_module("trl_reward").variety
     return found
@@ -136,7 +136,8 @@ def test_the_rollout_worker_and_weights_over_gloo(
     served: Served, reward: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     """TRL's process of conversations asks over HTTP: its log-probabilities are the trainer's bits, before and after
-    other weights were sent."""
+    other weights were sent.
+    """
     other = policy(qwen3_folder(tmp_path / "other", seed=1))
     weights = ServedWeights(served.control, part_bytes=10_000)
     weights.init_weight_transfer()
@@ -189,7 +190,9 @@ def compare(worker: AsyncRolloutWorker, model: torch.nn.Module, version: int) ->
 def test_trls_own_trainer_trains(
     more: dict[str, Any], served: Served, reward: Callable[..., list[float]], tmp_path: Path
 ) -> None:
-    """Its weights reach the server after each step: all of them over gloo, or its adapter as a folder."""
+    """TRL's own trainer trains: its weights reach the server after each step, all of them over gloo, or its adapter as
+    a folder.
+    """
     args = AsyncGRPOConfig(
         output_dir=str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, num_generations=2,
         max_completion_length=8, token_budget=0, bf16=False, use_cpu=True, report_to=[], logging_steps=1,

@@ -1,4 +1,4 @@
-"""TRL's trainers with samebit: what random numbers follow from, and that a resumed training goes on in them."""
+"""Random numbers of TRL's trainers with samebit follow from the seed, and a resumed training goes on in them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .test_trl_async import trainer as async_trainer
 pytestmark = pytest.mark.usefixtures("offline")
 
 LENGTH = 11
-"""A sample of so many random tokens is hardly drawn twice."""
+"""Is so long that a sample of random tokens is hardly drawn twice."""
 
 
 class Recorder:
-    """A reward that keeps what it was asked about."""
+    """Rewards, and keeps what it was asked about."""
 
     __name__ = "variety"
 
@@ -40,7 +40,7 @@ class Recorder:
 
 
 def trained(kind: type, folder: Path, out: Path, checkpoint: Path | None = None) -> tuple[Any, list[tuple[int, ...]]]:
-    """A trainer after its training, and what it has sampled."""
+    """Train; return the weights, and what was sampled."""
     seen = Recorder()
     options = config(kind, out, max_steps=4, save_strategy="steps", save_steps=2)
     made = kind(str(folder), seen, options, train_dataset=Dataset.from_dict({"prompt": PROMPTS * 6}))
@@ -79,7 +79,9 @@ def test_samples_follow_from_torchs_generator_and_the_seed_of_the_worker(folder:
 
 
 def test_a_resumed_async_training_draws_others_than_the_steps_before(folder: Path, tmp_path: Path) -> None:
-    """Of one prompt, under weights that stay as they are."""
+    """A resumed async training draws others than the steps before did, of one prompt, under weights that stay as they
+    are.
+    """
 
     def seen(steps: int, checkpoint: str | None = None) -> set[tuple[int, ...]]:
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": steps, "learning_rate": 0.0}

@@ -1,4 +1,6 @@
-"""verl's training engine with samebit's forward: its log-probabilities are the rollout worker's, bit for bit."""
+"""The training engine of verl computes with samebit's forward: its log-probabilities are the rollout worker's, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def build(model: HFModelConfig, engine: FSDPEngineConfig) -> engines.SamebitEngi
 
 
 def batch(outputs: list[RequestOutput], **options: Any) -> Any:
-    """As verl's trainer hands sampled sequences to its engine."""
+    """Return sampled sequences as verl's trainer hands them to its engine."""
     sequences = [torch.tensor(out.prompt_token_ids + s.token_ids) for out in outputs for s in out.samples]
     masks = [
         torch.tensor([0.0] * len(out.prompt_token_ids) + [1.0] * len(s.token_ids))
@@ -106,7 +108,7 @@ def _nested(parts: list[Tensor]) -> Tensor:
 
 
 def responses(engine: engines.SamebitEngine, outputs: list[RequestOutput], **options: Any) -> dict[str, Tensor]:
-    """What the engine says of all sampled tokens, in order."""
+    """Return what the engine says of all sampled tokens, in order."""
     with engine.eval_mode():
         found = engine.infer_batch(batch(outputs, **options))["model_output"]
     samples = [(len(out.prompt_token_ids), len(s.token_ids)) for out in outputs for s in out.samples]
@@ -154,7 +156,9 @@ def test_the_engine_gives_the_workers_log_probabilities(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_routed_experts_are_the_rollouts(tmp_path: Path, dtype: str) -> None:
-    """Also after the correction bias has changed, which travels as the forward uses it: in float32."""
+    """Routed experts are the rollout's, also after the correction bias has changed, which travels as the forward uses
+    it: in float32.
+    """
     folder = save_model(tmp_path, architecture="moe")
     engine = build(*configs(folder, dtype))
     router = engine.module.get_submodule("model.layers.1.mlp.gate")
@@ -188,7 +192,9 @@ def test_routed_experts_are_the_rollouts(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_that_chooses_its_tokens(tmp_path: Path, dtype: str) -> None:
-    """Of a GLM-5, checkpointed; an update changes all weights but those of the indexers, which have no gradient."""
+    """Attention that chooses its tokens, a GLM-5's, checkpointed, has the bits; an update changes all weights but those
+    of the indexers, which have no gradient.
+    """
     folder = save_sparse_model(tmp_path)
     engine = build(*configs(folder, dtype, enable_gradient_checkpointing=True))
     with RolloutWorker(folder, config=RolloutConfig(dtype=dtype, max_num_seqs=8)) as worker:
@@ -204,14 +210,14 @@ def test_attention_that_chooses_its_tokens(tmp_path: Path, dtype: str) -> None:
 
 
 def _whole_length(out: RequestOutput, sample: SampleOutput) -> Tensor:
-    """As verl hands it to the trainer: zeros behind what was computed."""
+    """Return routed experts as verl hands them to the trainer: zeros behind what was computed."""
     assert sample.routed_experts is not None
     missing = len(out.prompt_token_ids) + len(sample.token_ids) - len(sample.routed_experts)
     return torch.nn.functional.pad(torch.from_numpy(sample.routed_experts), (0, 0, 0, 0, 0, missing))
 
 
 def test_filling_up_and_compilation_change_no_bit(tmp_path: Path) -> None:
-    """verl compiles its own entropy, which is not asked: nothing is compiled."""
+    """Filling up and compilation change no bit; verl's own entropy, which it compiles, is not asked."""
     folder = save_model(tmp_path)
     model, options = configs(folder, "float32")
     engine = build(model, replace(options, use_torch_compile=True, pad_to_length=True, pad_to_length_bucket=64))
@@ -226,7 +232,9 @@ def test_filling_up_and_compilation_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", True), ("bfloat16", False)])
 def test_an_adapter_is_trained_and_sampled_unmerged(tmp_path: Path, dtype: str, checkpointing: bool) -> None:
-    """As verl drives the engine with `lora_rank`: the base goes once, then A and B alone, in the forward's dtype."""
+    """An adapter is trained and sampled unmerged, as verl drives the engine with `lora_rank`: the base goes once, then
+    A and B alone, in the forward's dtype.
+    """
     folder = save_model(tmp_path, tied=False)
     model, options = configs(
         folder, dtype, lora_rank=3, enable_gradient_checkpointing=checkpointing, exclude_modules=".*k_proj"
@@ -332,7 +340,9 @@ def test_a_config_of_another_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_class_that_the_servers_do_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `model.external_lib` may register one: of the same name, which is all that `bind` asks, with other logits."""
+    """A class that the servers do not know is refused, as `model.external_lib` may register one: of the same name,
+    which is all that `bind` asks, with other logits.
+    """
 
     class Halved(Qwen3ForCausalLM):
         def forward(self, *given: Any, **options: Any) -> Any:
@@ -389,7 +399,7 @@ def test_scores_that_fsdp2_casts_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.fixture
 def classes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl replaces the forwards of Qwen3.5's classes, for good."""
+    """Put the forwards of Qwen3.5's classes back, which verl replaces for good."""
     for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
         for name in ("Model", "DecoderLayer", "GatedDeltaNet", "ForConditionalGeneration"):
             kind = next(
@@ -400,7 +410,9 @@ def classes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("classes_stay")
 def test_a_model_that_is_wrapped_with_vision(tmp_path: Path) -> None:
-    """As Qwen3.5 is published; verl would let the vision tower run idle, and gives positions four times."""
+    """A model that is wrapped with vision, as Qwen3.5 is published, has the bits; verl would let the vision tower run
+    idle, and gives positions four times.
+    """
     folder = save_wrapped_model(tmp_path)
     engine = build(*configs(folder, "bfloat16"))
     assert type(engine.module).__name__ == "FSDPQwen3_5ForConditionalGeneration"

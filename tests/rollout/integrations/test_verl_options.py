@@ -1,4 +1,4 @@
-"""verl's options: what samebit makes of them, and what it refuses before anything is started."""
+"""What samebit makes of verl's options is right, and what it refuses, it refuses before anything is started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ ENGINE = FSDPEngineConfig(strategy="fsdp2")
 
 @pytest.fixture(scope="module", autouse=True)
 def interpolations_parsed_once() -> Iterator[None]:
-    """OmegaConf parses each again whenever it is resolved, which takes half of a look at a configuration."""
+    """Let OmegaConf parse each interpolation once: again whenever it is resolved takes half of a look at a
+    configuration.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
         yield
@@ -60,20 +62,20 @@ def interpolations_parsed_once() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What is looked for of a model before anything is started."""
+    """Return a folder with what is looked for of a model before anything is started."""
     (tmp_path / "tokenizer.json").touch()
     return tmp_path
 
 
 @cache
 def recipe(name: str, *groups: str) -> Any:
-    """A configuration of the recipe as it stands, with other files of verl in the place of its groups."""
+    """Return a configuration of the recipe as it stands, with other files of verl in the place of its groups."""
     with initialize_config_dir(str(CONFIGS), version_base=None):
         return compose(name, list(groups))
 
 
 def composed(folder: Path | str, *changes: str, name: str = "tiny") -> Any:
-    """The same with these options; one that verl does not know needs a `+` in front, as for Hydra."""
+    """Return the same with these options; one that verl does not know needs a `+` in front, as for Hydra."""
     groups = [change for change in changes if change.startswith("model_engine=")]
     config = recipe(name, *groups).copy()
     for change in (f"actor_rollout_ref.model.path={folder}", *changes):
@@ -84,7 +86,7 @@ def composed(folder: Path | str, *changes: str, name: str = "tiny") -> Any:
 
 
 def usual(**changes: Any) -> Any:
-    """verl's, as its own yaml file has them where that matters."""
+    """Return verl's options, as its own yaml file has them where that matters."""
     given = {"name": "samebit", "tensor_model_parallel_size": 1, "max_num_seqs": 256, "dtype": "float32"}
     return VerlRolloutConfig(**{**given, **changes})
 
@@ -106,7 +108,7 @@ def test_folders_that_are_not_there_are_named_at_the_start(tmp_path: Path) -> No
 
 
 def test_a_name_of_the_hub_becomes_the_folder_of_one_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before trainer or servers read the configuration."""
+    """A name of the hub becomes the folder of one commit, before trainer or servers read the configuration."""
     snapshot = folder / "hub" / "models--org--name" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     refs = snapshot.parent.parent / "refs"
@@ -218,7 +220,7 @@ def test_a_reference_policy_computes_in_the_dtype_of_the_actor(folder: Path, ask
 
 
 def test_a_reward_model_is_not_served_by_samebit(folder: Path) -> None:
-    """Whatever serves the policy."""
+    """A reward model is not served by samebit, whatever serves the policy."""
     model = "reward.reward_model"
     config = composed(folder, f"{model}.enable=True", f"{model}.rollout.name=samebit")
     for policy in ("samebit", "vllm"):
@@ -259,7 +261,7 @@ def test_an_accelerator_that_is_no_gpu_is_refused_at_the_start(folder: Path, mon
 
 
 def test_an_adapter_reaches_the_servers(folder: Path) -> None:
-    """With the trainer's options of it; and every request goes through it."""
+    """An adapter reaches the servers with the trainer's options of it; and every request goes through it."""
     model = "actor_rollout_ref.model"
     config = composed(folder, f"{model}.lora_rank=8", f"{model}.lora_alpha=4", f"{model}.target_modules=[q_proj]")
     check_run(config)
@@ -280,7 +282,7 @@ def test_an_adapter_reaches_the_servers(folder: Path) -> None:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What verl says of the device; there is none."""
+    """Let verl say that the device is a GPU; there is none."""
     for module in (exactness, options, run_check):
         monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
 
@@ -290,7 +292,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_on_a_gpu_takes_its_share_and_tests_itself(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own process makes the worker's options: that of the trainer's loop may see no GPU."""
+    """A server on a GPU takes its share and tests itself. Its own process makes the worker's options: that of the
+    trainer's loop may see no GPU.
+    """
     rollout = "actor_rollout_ref.rollout"
     config = composed(folder, f"{rollout}.gpu_memory_utilization=0.4", f"{rollout}.enforce_eager=True", name=name)
     made = check_options(config)
@@ -382,7 +386,7 @@ VERLS_OWN = {
     *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
     *("log_prob_max_token_len_per_gpu", "calculate_log_probs", "moe_load_balance_metrics_interval"),
 }
-"""What verl's trainer and agent loops read, and a server is not told or told with each request."""
+"""Names what verl's trainer and agent loops read, and a server is not told or told with each request."""
 
 OTHER: dict[str, Any] = {
     "quantization": "fp8",
@@ -403,7 +407,7 @@ OTHER: dict[str, Any] = {
     "checkpoint_engine": CheckpointEngineConfig(update_weights_bucket_megabytes=7),
     "disaggregation": {"enabled": True},
 }
-"""Another value of each option that is no number, text or switch."""
+"""Holds another value of each option that is no number, text or switch."""
 
 
 def what_becomes_of(name: str, value: object, caplog: pytest.LogCaptureFixture) -> str:
@@ -460,7 +464,7 @@ def test_usual_options_need_no_warning(folder: Path, caplog: pytest.LogCaptureFi
 
 
 def test_the_profiler_is_checked_for_all_servers() -> None:
-    """Of which the look at a run sees the first."""
+    """The profiler is checked for all servers, of which the look at a run sees only the first."""
 
     def traces(rank: int, **options: Any) -> Path | None:
         profiler = ProfilerConfig(enable=True, ranks=[1], save_path="traces", **options)

@@ -1,4 +1,6 @@
-"""What the plugin tells verl, how it fails, and whether verl still has what it replaces; its metrics and transports."""
+"""The plugin tells verl what it should, fails as it should, and verl still has what it replaces; its metrics and
+transports work.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_an_unknown_version_of_verl_is_a_warning(
 
 
 def test_a_failure_to_load_is_seen(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl hides the exception of a plugin; the log does not. In another version of verl there is none."""
+    """A failure to load is seen: verl hides the exception of a plugin; the log does not. In another version of verl
+    there is none.
+    """
     monkeypatch.delattr("verl.workers.rollout.replica")
     monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", None)
     with caplog.at_level(logging.ERROR):
@@ -120,8 +124,9 @@ for modules in ("", "samebit.rollout.integrations.verl"):
 
 
 def test_what_verl_does_with_the_plugin_while_it_is_imported() -> None:
-    """In processes of their own. verl finds the plugin, swallows the exception of one that fails to load, and goes on;
-    where it looks for none, it knows the one that is named."""
+    """A process of verl finds the plugin, swallows the exception of one that fails to load, and goes on; where it looks
+    for none, it knows the one that is named.
+    """
     done = run(python(), _FORKS)
     assert (done.returncode, done.stdout) == (0, "verl goes on\nFalse\nTrue\n"), done.stderr
     assert "samebit's plugin for verl failed to load, and verl will not know rollout.name=samebit" in done.stderr
@@ -206,7 +211,9 @@ def test_dead_servers_stop_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answering(answer: Exception | None) -> SimpleNamespace:
-    """A replica whose watch has told nothing yet. Its server says that it is well, or ends the call with an error."""
+    """Return a replica whose watch has told nothing yet. Its server says that it is well, or ends the call with an
+    error.
+    """
     handle = SimpleNamespace(check_usable=SimpleNamespace(remote=lambda: answer))
     return SimpleNamespace(failure=None, server_address="a", server_handle=handle)
 
@@ -219,7 +226,9 @@ def take(answer: Exception | None, timeout: float | None = None) -> None:
 
 @pytest.mark.parametrize("cause", [WorkerLostError("its process died"), WorkerStateError("its engine broke")])
 def test_where_a_group_failed_the_servers_are_asked(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
-    """verl's sync trainer would go on with what other groups have, before the watch of a dead server tells of it."""
+    """Where a group failed, the servers are asked: verl's sync trainer would go on with what other groups have, before
+    the watch of a dead server tells of it.
+    """
     read: list[str] = []
     failed: dict[str, set[str]] = {"train": set()}
     buffer = SimpleNamespace(failure_keys=failed)
@@ -237,7 +246,9 @@ def test_where_a_group_failed_the_servers_are_asked(monkeypatch: pytest.MonkeyPa
 
 
 def test_servers_of_a_reward_model_are_watched_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their weights are of no step of the trainer, and their requests no samples."""
+    """Servers of a reward model are watched and not counted: their weights are of no step of the trainer, and their
+    requests no samples.
+    """
 
     def server(*, is_policy: bool) -> SimpleNamespace:
         numbers = {"requests_finished": 1.0 if is_policy else 100.0}
@@ -270,7 +281,9 @@ def test_counters_of_servers_are_summed_and_counted_from_the_last_step() -> None
 
 
 def test_only_samples_of_the_trained_weights_are_compared() -> None:
-    """Four trajectories of two tokens: fresh, older, across an update, fresh and different in one token."""
+    """Only samples of the trained weights are compared, of four trajectories of two tokens: fresh, older, across an
+    update, fresh and different in one token.
+    """
     tensors = {
         "rollout_log_probs": torch.tensor([[-1.0, -2.0], [-1.0, 0.0], [-1.0, -2.0], [-1.0, -2.5]]),
         "old_log_probs": torch.tensor([[-1.0, -2.0], [-9.0, 0.0], [-9.0, -2.0], [-1.0, -2.0]]),
@@ -297,7 +310,9 @@ def test_log_probabilities_are_compared_by_their_bits() -> None:
 
 
 def test_tokens_that_were_not_sampled_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several turns: what a tool says has no log-probability in the rollout, and one in the trainer."""
+    """Tokens that were not sampled are not compared: what a tool says in several turns has no log-probability in the
+    rollout, and one in the trainer.
+    """
     rows = {
         "response_mask": [[1, 1, 0], [1, 0, 0, 1]],
         "rollout_log_probs": [[-1.0, -2.0, 0.0], [-1.0, 0.0, 0.0, -2.5]],
@@ -361,7 +376,9 @@ def test_nobody_is_inside_a_closed_gate() -> None:
 
 
 def test_a_server_that_is_missing_strands_no_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathering a sharded tensor is a collective, here a barrier of two threads."""
+    """A server that is missing strands no rank of the trainer: gathering a sharded tensor is a collective, here a
+    barrier of two threads.
+    """
     together = threading.Barrier(2, timeout=HANG)
     tensors = {name: torch.zeros(3) for name in ("a", "b")}
 
@@ -393,8 +410,9 @@ def test_a_server_that_is_missing_strands_no_rank_of_the_trainer(monkeypatch: py
 def test_why_a_broadcast_does_not_begin_is_what_is_raised(
     servers: int, bucket_bytes: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server is missing, or the sender refuses its size; the weights, which can not be gathered either, are gone
-    through."""
+    """Why a broadcast does not begin is what is raised: a server is missing, or the sender refuses its size; the
+    weights, which can not be gathered either, are gone through.
+    """
     gathered: list[str] = []
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
@@ -427,7 +445,9 @@ def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytes
 
 
 def test_a_trl_without_value_heads_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl imports them while it builds any model, wherever TRL is installed; TRL 1.16 has none."""
+    """A TRL without value heads counts as none: verl imports them while it builds any model, wherever TRL is installed,
+    and TRL 1.16 has none.
+    """
     from verl.models.transformers import monkey_patch
 
     value_heads.ignore_trl_without_them()

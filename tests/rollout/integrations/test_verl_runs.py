@@ -1,4 +1,4 @@
-"""Short runs of verl's trainer, from its command line to its metrics: exact; a dead server ends them with the cause.
+"""Short runs of verl's trainer are exact from command line to metrics, and a dead server ends them with the cause.
 
 All processes listen on the loopback interface alone, which is looked at. They are for `make soak`; test_verl_turns.py
 is the one that is always run.
@@ -28,7 +28,8 @@ pytestmark = [*MARKS]
 def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_server_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed, float32, temperature 0.7, an untied head; with validation. The plugin is named, not found.
+    """A run is exact until the server dies that shares its resources: packed, float32, temperature 0.7, an untied head;
+    with validation. The plugin is named, not found.
 
     In colocate_async, where verl would try again for ever to reach a dead server.
     """
@@ -58,7 +59,9 @@ def test_a_server_that_dies_in_generation_ends_the_run_of_each_trainer(
 
 @pytest.mark.parametrize("name", ["sync-packed-fp32-moe", "colocate_async-padded-bf16-moe"])
 def test_routed_experts_are_the_trainers(tmp_path: Path, name: str) -> None:
-    """In float32, and with FSDP2 in bfloat16 and padded: log-probabilities, and experts, of prompts too."""
+    """Routed experts are the trainer's, in float32, and with FSDP2 in bfloat16 and padded: log-probabilities, and
+    experts, of prompts too.
+    """
     case = cases.cases()[name]
     data = tmp_path / "data"
     task.build(data, training=64, held_out=4, warm=False, architecture=case.architecture)
@@ -95,7 +98,7 @@ def test_an_adapter_is_trained_unmerged(tmp_path: Path, name: str) -> None:
 def _run_until_the_server_dies(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], more: cases.Options
 ) -> Run:
-    """Of the case `name`; killed while it generates, after some steps."""
+    """Run the case `name` until its server is killed while it generates, after some steps."""
     answers = 5 * cases.PROMPTS * cases.SAMPLES
     died = spied(folder, monkeypatch, SPY_LAST_ANSWER=str(answers), **environment) / "died"
     case = cases.cases()[name]

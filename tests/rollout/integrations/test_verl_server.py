@@ -1,4 +1,4 @@
-"""The server of the plugin for verl, without Ray: requests, aborts, memory, versions, and what it refuses."""
+"""The server of the plugin for verl works without Ray: requests, aborts, memory, versions, and what it refuses."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def test_tokens_in_tokens_out(folder: Path) -> None:
 
 
 def test_which_experts_computed_each_token(tmp_path: Path, folder: Path) -> None:
-    """In the layout of verl's router replay: all tokens but the last."""
+    """The server tells which experts computed each token, in the layout of verl's router replay: all tokens but the
+    last.
+    """
     save_model(tmp_path, architecture="moe")
 
     async def check(server: SamebitServer) -> None:
@@ -136,7 +138,7 @@ def test_the_end_of_a_response_is_the_models_or_the_tokenizers(folder: Path, tmp
 def test_an_end_token_outside_the_vocabulary_ends_nothing(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As tokenizers of cut-down models have them."""
+    """An end token outside the vocabulary, as tokenizers of cut-down models have them, ends nothing."""
     model, tokenizer = tiny_model.load(folder)
     tokenizer.add_special_tokens({"eos_token": "<over>"})
     tiny_model.save(model, tokenizer, tmp_path)
@@ -237,7 +239,7 @@ def test_weights_come_between_sleep_and_wake_and_name_their_step(folder: Path) -
 
 
 def test_an_adapter_comes_alone_and_names_its_step(folder: Path) -> None:
-    """The model under it survives the sleep: no update brings it again."""
+    """An adapter comes alone and names its step; the model under it survives the sleep: no update brings it again."""
     fields = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]}
     model = get_peft_model(tiny_model.load(folder)[0], LoraConfig(**fields))
     matrices = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
@@ -291,7 +293,9 @@ def test_a_response_across_an_update_names_both_steps(folder: Path) -> None:
 
 
 def test_the_steps_of_the_oldest_versions_are_forgotten_and_no_old_response_seems_new(folder: Path) -> None:
-    """Else the table would grow, and be gone through, for as long as a run lasts."""
+    """The steps of the oldest versions are forgotten, and no old response seems new. Else the table would grow, and be
+    gone through, for as long as a run lasts.
+    """
 
     async def check(server: SamebitServer) -> None:
         for version in range(MOST_VERSIONS + 5):
@@ -307,7 +311,9 @@ def test_the_steps_of_the_oldest_versions_are_forgotten_and_no_old_response_seem
 
 
 def test_a_resumed_run_draws_other_random_numbers_than_the_run_before(folder: Path) -> None:
-    """The trainer notes the step that it goes on from before it asks for anything; it is 0 in a run from the start."""
+    """A resumed run draws other random numbers than the run before: the trainer notes the step that it goes on from
+    before it asks for anything; it is 0 in a run from the start.
+    """
     drawn: dict[int | None, list[list[int]]] = {}
     seeded: list[list[int]] = []
 
@@ -332,7 +338,9 @@ def test_a_resumed_run_draws_other_random_numbers_than_the_run_before(folder: Pa
 
 
 def test_weights_that_the_next_update_brings_are_not_kept_asleep(folder: Path) -> None:
-    """Where trainer and server share their resources. Elsewhere they are, and come back."""
+    """Weights that the next update brings are not kept asleep, where trainer and server share their resources.
+    Elsewhere they are, and come back.
+    """
 
     async def forgets(server: SamebitServer) -> None:
         await server.sleep()
@@ -362,7 +370,7 @@ def test_memory_that_shall_not_be_freed_is_not(folder: Path) -> None:
 
 
 def test_it_knows_whose_weights_it_has(folder: Path) -> None:
-    """A step that changed no bit has the weights of the step before as well."""
+    """The server knows whose weights it has: a step that changed no bit has the weights of the step before as well."""
     model, _ = tiny_model.load(folder)
 
     async def sync(server: SamebitServer, step: int) -> None:
@@ -417,7 +425,7 @@ def test_servers_with_resources_of_their_own_never_sleep(folder: Path) -> None:
 
 
 def test_weights_come_with_what_a_ray_worker_says() -> None:
-    """`RayWorker` calls either actor."""
+    """Weights come with what a `RayWorker` says, as it calls either actor."""
     for call in ("receive_weights", "load_adapter"):
         ours, theirs = (_parameters(vars(actor)[call]) for actor in (SamebitServer, AsyncWorker))
         assert "options" in ours
@@ -425,7 +433,9 @@ def test_weights_come_with_what_a_ray_worker_says() -> None:
 
 
 def _parameters(method: Any) -> dict[str, inspect.Parameter]:
-    """Without the one that Ray adds to the methods of a class that it has made an actor of."""
+    """Return a method's parameters without the one that Ray adds to the methods of a class that it has made an actor
+    of.
+    """
     return {name: one for name, one in inspect.signature(method).parameters.items() if not name.startswith("_ray")}
 
 

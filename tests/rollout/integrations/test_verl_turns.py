@@ -1,4 +1,4 @@
-"""A short run of verl's tool agent with two servers: exact over several turns, which hit the cache, until one dies.
+"""A short run of verl's tool agent with two servers is exact over turns, which hit the cache, until one dies.
 
 All processes listen on the loopback interface alone, which is looked at.
 """
@@ -37,7 +37,9 @@ BLOCK = 8
 def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_python: str
 ) -> None:
-    """verl's agent loop with a tool; bfloat16, dynamic batches; weights by broadcast; nothing is sampled ahead."""
+    """A run of several turns with two servers is exact until one dies in an update: verl's agent loop with a tool;
+    bfloat16, dynamic batches; weights by broadcast; nothing is sampled ahead.
+    """
     answers = spied(tmp_path, monkeypatch, SPY_LAST_UPDATE="4")  # the first is before the first step
     died = answers / "died"
     rollout = "actor_rollout_ref.rollout"
@@ -82,7 +84,8 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
 
 
 def _check_turns(answers: list[dict[str, Any]]) -> None:
-    """A trajectory's second turn goes to the server of its first, with the same tokens in front, which are cached.
+    """Check that a trajectory's second turn goes to the server of its first, with its tokens in front, which are
+    cached.
 
     verl gives each turn an id of its own: what belongs together is known by its tokens.
     """

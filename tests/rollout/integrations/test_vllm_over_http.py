@@ -1,4 +1,4 @@
-"""vLLM's own HTTP clients against `samebit serve`: of its weight transfers, and of `vllm bench serve`."""
+"""The HTTP clients of vLLM work against `samebit serve`: of its weight transfers, and of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def test_weights_through_the_client_of_vllms_trainers(served: Served, tmp_path: Path) -> None:
-    """What is sampled after the update has the bits of the model that was sent, and the version that was named."""
+    """Weights come through the client of vLLM's trainers: what is sampled after the update has the bits of the model
+    that was sent, and the version that was named.
+    """
     other = bind(AutoModelForCausalLM.from_pretrained(build_folder(tmp_path / "other", seed=1), dtype=torch.float32))
     client = HTTPVLLMWeightSyncClient(served.control)
     assert isinstance(client, VLLMWeightSyncClient)

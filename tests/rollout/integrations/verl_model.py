@@ -1,4 +1,4 @@
-"""A tiny model folder with a tokenizer, for the tests of the plugin for verl."""
+"""Make a tiny model folder with a tokenizer, for the tests of the plugin for verl."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ SIZES = {"hidden_size": 100, "intermediate_size": 129, "num_hidden_layers": 2, "
 
 
 def save_model(folder: Path, *, tied: bool = True, architecture: str = "dense") -> Path:
-    """Random weights, odd widths, one token a character."""
+    """Save random weights of odd widths, with a tokenizer of one token a character."""
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tiny_model.save(
@@ -23,7 +23,7 @@ def save_model(folder: Path, *, tied: bool = True, architecture: str = "dense") 
 
 
 def save_sparse_model(folder: Path) -> Path:
-    """A GLM-5 that reads 9 tokens."""
+    """Save a GLM-5 that reads 9 tokens."""
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tiny_model.save(models.build("dsa", tokenizer, top_k=9), tokenizer, folder)
@@ -31,7 +31,7 @@ def save_sparse_model(folder: Path) -> Path:
 
 
 def save_wrapped_model(folder: Path) -> Path:
-    """The same with Gated DeltaNet layers, wrapped with a vision model that gives NaN."""
+    """Save the same with Gated DeltaNet layers, wrapped with a vision model that gives NaN."""
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     text = tiny_model.build_model(tokenizer, 0, "gdn", **SIZES)

@@ -1,4 +1,4 @@
-"""What the tests of verl's trainer do with a run: start and end it, look at its processes and their sockets."""
+"""Do with a run what the tests of verl's trainer need: start and end it, look at its processes and their sockets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_
 
 
 def build_data(folder: Path) -> Path:
-    """A model and prompts, as the recipe has them but smaller."""
+    """Build a model and prompts, as the recipe has them but smaller."""
     task.build(folder, training=64, held_out=4, warm=False, tie_word_embeddings=False, **TINY)
     return folder
 
 
 def spied(folder: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> Path:
-    """Where the servers of the next run write down what they answered; see verl_spy.py."""
+    """Return where the servers of the next run write down what they answered; see verl_spy.py."""
     answers = folder / "spied"
     answers.mkdir()
     found = [str(IN_VERL), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -44,7 +44,7 @@ def spied(folder: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> 
 
 @contextmanager
 def running(run: Run) -> Iterator[subprocess.Popen[bytes]]:
-    """Ended, with all its processes, whatever happens. Its first process is a fork, as `forks` says."""
+    """Start a run; end it, with all its processes, whatever happens. Its first process is a fork, as `forks` says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "command", lambda run, command=Run.command: [*python(), *command(run)[1:]])
         process = run.start()
@@ -60,8 +60,9 @@ def running(run: Run) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def processes_of(run: Run) -> list[psutil.Process]:
-    """Those in its folder, where forks too are, and those that began with its metrics file in their environment: Ray
-    puts some in sessions of their own."""
+    """Return the processes in its folder, where forks too are, and those that began with its metrics file in their
+    environment: Ray puts some in sessions of their own.
+    """
     mark, folder = run.environment()["VERL_FILE_LOGGER_PATH"], str(run.out.resolve())
     found = []
     for process in psutil.process_iter():
@@ -72,7 +73,7 @@ def processes_of(run: Run) -> list[psutil.Process]:
 
 
 def names_of(processes: list[psutil.Process]) -> set[str]:
-    """Of those that have not ended meanwhile."""
+    """Return the names of those that have not ended meanwhile."""
     found = set()
     for process in processes:
         with suppress(psutil.Error):
@@ -95,7 +96,7 @@ def wait_for_a_step(run: Run, process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_end(run: Run, process: subprocess.Popen[bytes]) -> int:
-    """Its exit code.
+    """Wait for its end; return its exit code.
 
     Raises:
         AssertionError: it hangs: it makes no more steps, whatever it writes to its log.
@@ -105,7 +106,7 @@ def wait_for_end(run: Run, process: subprocess.Popen[bytes]) -> int:
 
 
 def _wait_until(happened: Callable[[], bool], heartbeat: Callable[[], object]) -> None:
-    """As long as the heartbeat goes on, without a limit."""
+    """Wait as long as the heartbeat goes on, without a limit."""
     beat, limit = heartbeat(), time.monotonic() + HANG
     while not happened():
         if heartbeat() != beat:
@@ -115,7 +116,7 @@ def _wait_until(happened: Callable[[], bool], heartbeat: Callable[[], object]) -
 
 
 def listening_elsewhere(run: Run) -> list[str]:
-    """Sockets of its processes that other machines could reach."""
+    """Return sockets of its processes that other machines could reach."""
     found = []
     for process in processes_of(run):
         with suppress(psutil.Error):

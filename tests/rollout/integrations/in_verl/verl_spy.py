@@ -1,4 +1,4 @@
-"""For VERL_USE_EXTERNAL_MODULES: servers write down what they answered, and one dies.
+"""Let verl's servers write down what they answered, and one die, by VERL_USE_EXTERNAL_MODULES.
 
 Environment: SPY_FOLDER, where it is written, a file a server. SPY_LAST_UPDATE, the number of the update by broadcast in
 which it dies; or SPY_LAST_ANSWER, how many answers it gives before it dies with others being generated.
@@ -27,7 +27,7 @@ _asked: set[str] = set()
 
 
 def die() -> None:
-    """Only one server does."""
+    """Die, if no other server has."""
     if not (FOLDER / DIED).exists():
         (FOLDER / DIED).touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +51,7 @@ def spy() -> None:
     own_answer, own_result = BroadcastReceiver.answer, RequestHandle.result_async
 
     def answer(self: Any, given: Any) -> Any:
-        """All have agreed, the weights come: the first server that is so far dies here."""
+        """Answer; all have agreed and the weights come: the first server that is so far dies here."""
         decided = own_answer(self, given)
         if next(_updates) == LAST_UPDATE:
             die()

@@ -1,4 +1,4 @@
-"""A tool that verl's own agent loop calls after every answer, whatever the model wrote: a turn more."""
+"""Define a tool that verl's own agent loop calls after every answer, whatever the model wrote: a turn more."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def go_on() -> str:
 
 @ToolParser.register("always")
 class Always(ToolParser):
-    """`rollout.multi_turn.format=always`: every answer is a call."""
+    """Calls the tool in every answer, by `rollout.multi_turn.format=always`."""
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """A turn ends soon, so that there is room for another."""
+        """Return tokens that end a turn soon, so that there is room for another."""
         return [int(token) for token in self.tokenizer.convert_tokens_to_ids(["=", ";"])]
 
     async def extract_tool_calls(
