@@ -129,7 +129,7 @@ def test_a_call_begins_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_machine_without_ray_verl_peft_and_trl_can_run_them(tmp_path: Path) -> None:
-    """Without these packages the command line and the benchmarks load, and the tests for a GPU are collected."""
+    """The command line and the benchmarks load without these packages, and the tests for a GPU are collected."""
     code = (
         "import pytest, samebit.rollout.cli, samebit.weight_sync, samebit.benchmarks.gpu_bits\n"
         "import samebit.benchmarks.gpu, samebit.benchmarks.gpu_day, samebit.benchmarks.tune_tiles\n"

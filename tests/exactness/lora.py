@@ -29,7 +29,7 @@ MIXERS = (
 """Names of linear layers within mixers of Gated DeltaNet and Kimi Delta Attention."""
 
 SMALLER = {"Qwen3": {"num_hidden_layers": 2}}
-"""Changes to the models of `families`."""
+"""Changes the models of `families`."""
 
 
 def lora_config(rank: int = 5, **changes: Any) -> LoraConfig:

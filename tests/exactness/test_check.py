@@ -68,7 +68,7 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_json_is_one_object_and_nothing_else(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """With --json the output is one object and nothing else. Under `make soak` with as many sleeps and steps as users
+    """The output of --json is one object and nothing else. Under `make soak` with as many sleeps and steps as users
     get; otherwise few, in which each order is.
     """
     if not CAMPAIGN:

@@ -73,8 +73,8 @@ def test_libraries_that_can_not_be_loaded_are_no_difference(command: str, thread
 
 
 def test_where_compiled_code_can_be_kept_nowhere_a_line_says_what_to_set() -> None:
-    """Where compiled code can be kept nowhere, a line says what to set: in a container whose user has no home, and
-    whose packages are root's.
+    """A line says what to set where compiled code can be kept nowhere: in a container whose user has no home, and whose
+    packages are root's.
     """
     own = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "OMP_WAIT_POLICY": "passive"}
     others = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}

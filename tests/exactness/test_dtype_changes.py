@@ -1,4 +1,4 @@
-"""A model whose dtype changes after `bind`: exact where it can be served, a clear error where it can not."""
+"""A model whose dtype changes after `bind` is exact where it can be served, and a clear error where it can not."""
 
 import pytest
 import torch

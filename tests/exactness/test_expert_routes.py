@@ -151,7 +151,7 @@ def test_an_abort_before_the_first_step_that_notes_gives_none() -> None:
 
 
 def test_after_an_update_they_are_of_the_weights_that_computed_them() -> None:
-    """After an update the experts are of the weights that computed them: a correction bias that changes inside
+    """The experts are, after an update, of the weights that computed them: a correction bias that changes inside
     `weight_update()` moves tokens to other experts, and is seen to change.
     """
     from samebit.kernels import bind

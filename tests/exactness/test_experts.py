@@ -144,7 +144,7 @@ def test_a_tie_goes_to_the_lowest_expert_and_ids_ascend() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", EXPERTS if CAMPAIGN else ("Qwen3Moe", "GptOss"))
 def test_bfloat16_is_no_farther_from_float64_than_hugging_face(name: str) -> None:
-    """In bfloat16 the mean over many tokens is no farther from float64 than Hugging Face's: each rounds other rows to
+    """The mean over many tokens is no farther from float64 in bfloat16 than Hugging Face's: each rounds other rows to
     another expert.
     """
     sequences = token_ids(*[29] * (35 if CAMPAIGN else 12), seed=5)

@@ -72,7 +72,9 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loaded_in_bfloat16_equals_moved_there(family: str, tmp_path: Path) -> None:
-    """`.to(bfloat16)` also truncates rotary frequencies and embedding scales; loading does not."""
+    """A model that is loaded in bfloat16 equals one that is moved there, though `.to(bfloat16)` also truncates rotary
+    frequencies and embedding scales.
+    """
     make_model(family).save_pretrained(tmp_path)
     loaded = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
     with torch.no_grad():

@@ -141,8 +141,8 @@ TIGHT = [
 @pytest.mark.soak
 @pytest.mark.parametrize(("case", "dtype"), paired(TIGHT, DTYPES))
 def test_a_group_in_tight_memory(case: tuple[str, int, dict[str, int], int | None], dtype: torch.dtype) -> None:
-    """In tight memory the end of a group's prompt is copied from samples that run; where none does, it is computed and
-    held again.
+    """The end of a group's prompt is copied from samples that run when memory is tight; where none runs, it is computed
+    and held again.
     """
     family, length, config, computed = case
     model = bound_model(family, dtype)

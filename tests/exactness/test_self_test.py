@@ -124,7 +124,7 @@ def test_a_module_whose_bits_differ_in_steps_is_named(hooked: Callable[..., None
 def test_where_it_can_not_be_noted_the_worker_starts_all_the_same(
     cache_home: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where it can not be noted that the test has passed, the worker starts all the same: in a container whose user has
+    """The worker starts all the same where it can not be noted that the test has passed: in a container whose user has
     no home, or none that it may look into.
     """
 

@@ -1,4 +1,4 @@
-"""Random schedules, prompts, batch mixes and configurations: no token may differ, whatever happens on the way.
+"""No token may differ whatever happens on the way: random schedules, prompts, batch mixes and configurations.
 
 Prompts extend a few common stems, so that with prefix caching most of them lead, follow, or hit.
 

@@ -48,7 +48,7 @@ class Launches:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of the current GPU."""
+    """Return a list whose last number is that of the current GPU."""
     number = [0]
 
     @contextmanager

@@ -43,7 +43,7 @@ for _ in range(4):
 
 
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
-    """Of processes that start together, here forks of one that has loaded, one compiles."""
+    """One of the processes that start together, here forks of one that has loaded, compiles for all."""
     (tmp_path / "shared.py").write_text(SHARED)
     command = [*python(), "-c", AT_ONCE, str(tmp_path)]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)

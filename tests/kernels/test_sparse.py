@@ -83,7 +83,7 @@ def test_scores_have_the_bits_of_any_batch() -> None:
 
 
 def test_equal_scores_take_the_lowest_positions() -> None:
-    """Among equal scores the lowest positions are taken, also of those that are 0 because no head is positive, or
+    """The lowest positions are taken among equal scores, also among those that are 0 because no head is positive, or
     negative 0.
     """
     layer = Sparse(Shape(4, 48, 16), 1, 1, 8)

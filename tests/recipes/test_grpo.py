@@ -342,7 +342,7 @@ def test_a_new_run_from_a_checkpoint_that_it_would_replace_is_refused(
 
 @pytest.mark.parametrize("correction", ["truncate", "none"])
 def test_no_correction_changes_a_bit_of_an_exact_run(correction: str, tiny: Tiny, out: Path, tmp_path: Path) -> None:
-    """Whatever the correction, an exact run has the same bits. Without a checkpoint it begins with the policy that the
+    """An exact run has the same bits whatever the correction. Without a checkpoint it begins with the policy that the
     other run warmed up, and with an empty log.
     """
     (tmp_path / "metrics.jsonl").write_text('{"seed": 0, "step": 0}\n{"seed": 0, "step": 1}\n')

@@ -12,7 +12,7 @@ import pytest
 from .imports import PACKAGES, ROOT
 
 NOT_READ = ("README.md", "benchmarks/notes/", "benchmarks/results/")
-"""Ends, and beginnings, of the names of files that are for people alone."""
+"""Lists ends, and beginnings, of the names of files that are for people alone."""
 
 
 def tracked(*given: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tiny models of every family with routed experts, as Hugging Face builds them: odd widths, nothing bound."""
+"""Make tiny models of every family with routed experts, as Hugging Face builds them: odd widths, nothing bound."""
 
 from __future__ import annotations
 

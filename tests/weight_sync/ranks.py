@@ -1,4 +1,4 @@
-"""One rank of a gloo group, which test_distributed.py forks: any wrong result raises.
+"""Run as one rank of a gloo group, which test_distributed.py forks: any wrong result raises.
 
 Ranks 0 and 1 train on shards, rank 2 receives; in the plain syncs rank 0 sends and 1 and 2 receive.
 """
@@ -143,8 +143,9 @@ def sharded_model(mesh: DeviceMesh) -> Model:
 
 
 def sharded_sync(rank: int) -> None:
-    """Ranks 0 and 1 hold shards; rank 0 sends to rank 2, part by part: nothing is gathered whole, and no part is larger
-    than a bucket. A refusal leaves nobody waiting. Deltas and casts of shards are those of the whole."""
+    """Let ranks 0 and 1 hold shards; rank 0 sends to rank 2, part by part: nothing is gathered whole, and no part is
+    larger than a bucket. A refusal leaves nobody waiting. Deltas and casts of shards are those of the whole.
+    """
     sharded.PART_BYTES = BUCKET
     longest: list[int] = []
     real = dist.broadcast

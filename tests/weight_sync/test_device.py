@@ -1,4 +1,4 @@
-"""Buckets on a device, here the CPU in its place: the scan, what is said over the channel, and what is refused."""
+"""Buckets on a device, here the CPU in its place, are scanned, announced over the channel, and refused if wrong."""
 
 from __future__ import annotations
 

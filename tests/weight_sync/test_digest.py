@@ -1,4 +1,4 @@
-"""The digest against a slow oracle, and what a scan sees, at odd sizes and layouts."""
+"""The digest is that of a slow oracle, and a scan sees what it should, at odd sizes and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may be at the other end of a link, and what may be removed on the way to it."""
+"""A link is made with nobody but the right process at its other end, and removes nothing else on the way to it."""
 
 from __future__ import annotations
 

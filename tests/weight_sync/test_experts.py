@@ -1,4 +1,4 @@
-"""Weights of routed experts: folders that hold them apart are written into the tensors that hold them together."""
+"""Routed experts that folders hold apart are written into the tensors that hold them together."""
 
 from __future__ import annotations
 

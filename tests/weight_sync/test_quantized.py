@@ -1,4 +1,6 @@
-"""Folders as gpt-oss (mxfp4) and DeepSeek-V3 (fp8 in blocks) are published: in bfloat16 on request, or refused."""
+"""Folders as gpt-oss (mxfp4) and DeepSeek-V3 (fp8 in blocks) are published load in bfloat16 if asked,
+or are refused.
+"""
 
 from __future__ import annotations
 

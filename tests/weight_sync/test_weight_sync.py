@@ -1,4 +1,4 @@
-"""What may be offered as weights, what is refused, and what is written."""
+"""Weights that may be offered are written, and others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer may say, and that anything else is one of the documented errors, in little time and memory."""
+"""A peer that says what it may not gets one of the documented errors, in little time and memory."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
 def test_as_many_keys_meet_a_tile_of_rows_as_the_gpu_has_room_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kibibytes: int, forward: int, gradients: int
 ) -> None:
-    """As many keys of DeepSeek's sizes meet a tile of rows as an H100, an A100 and an RTX 4090 have room for.
+    """A tile of rows of DeepSeek's sizes meets as many keys as an H100, an A100 and an RTX 4090 have room for.
     test_compile.py compiles them.
     """
     monkeypatch.setattr(latent_rows, "shared_memory", lambda device: kibibytes * 1024)

@@ -96,7 +96,7 @@ def test_gradients_of_a_sequence_are_those_of_it_alone(dtype: torch.dtype) -> No
 
 
 def test_equal_scores_and_special_numbers() -> None:
-    """Of equal scores the first are taken, also among zeros of both signs, denormals and the greatest numbers."""
+    """The first of equal scores are taken, also among zeros of both signs, denormals and the greatest numbers."""
     torch.manual_seed(0)
     rows = 24
     special = torch.tensor([-1.0, -0.0, 0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0])[torch.randint(0, 8, (rows,))]

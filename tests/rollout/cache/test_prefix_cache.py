@@ -225,7 +225,7 @@ def test_a_pass_that_fails_publishes_nothing(make_engine: Make, make_request: Ma
 def test_what_stays_of_a_request_whose_later_pass_fails(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle, decoded: int, recurrent: bool
 ) -> None:
-    """When a later pass of a request fails, what earlier passes computed stays, right for whoever hits it; of the pass
+    """What earlier passes of a request computed stays when a later one fails, right for whoever hits it; of the pass
     that failed nothing does.
     """
     options = {"recurrent": True, "num_checkpoints": 16} if recurrent else {}

@@ -1,4 +1,4 @@
-"""Of requests that begin alike one computes and others wait: leaders, followers, groups of samples."""
+"""One of the requests that begin alike computes, and the others wait: leaders, followers, groups of samples."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ def test_a_prefill_waits_while_one_that_ended_at_its_prompt_goes_on(
 
 
 def test_one_of_several_held_prompts_is_given_up(make_request: MakeRequest) -> None:
-    """Of several held prompts the one whose samples wait longest is given up, and only until there is room."""
+    """The one of several held prompts whose samples wait longest is given up, and only until there is room."""
     cache = PrefixCache(7, 4, 4, 32)
     groups = [_tracked(cache, make_request(name, [start] * 6, n=2)) for name, start in (("a", 1), ("b", 2))]
     other = make_request("other", [50] * 4)

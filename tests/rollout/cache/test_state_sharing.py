@@ -38,7 +38,7 @@ def own_ends(count: int, shared: int, make_request: MakeRequest) -> list[Request
 def test_of_several_whose_prefix_has_no_state_one_computes_it(
     make: Make, make_request: MakeRequest, oracle: Oracle, budget: int
 ) -> None:
-    """Of requests whose prefix is cached without a state one computes it again; the others wait for the state."""
+    """One of several requests whose prefix is cached without a state computes it again; the others wait for it."""
     engine = make(max_num_batched_tokens=budget)
     run(engine, make_request("cold", STEM, max_tokens=1))
     before = engine.counters.prefill_tokens_computed

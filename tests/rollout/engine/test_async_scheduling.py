@@ -138,7 +138,9 @@ def test_an_engine_refuses_to_change_under_a_step_in_flight(make_engine: Build, 
 
 
 def test_commands_meet_no_step_in_flight(make_worker: Build, oracle: Oracle) -> None:
-    """Updates, sleeps and resets between steps that run ahead, some requests aborted: every sample is the oracle's."""
+    """Every sample is the oracle's after updates, sleeps and resets between steps that run ahead, some requests
+    aborted.
+    """
     worker, _ = make_worker(num_blocks=64, max_num_seqs=4, run_ahead=True)
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
     handles = [worker.submit([index, 5], LONG) for index in range(40)]

@@ -1,4 +1,4 @@
-"""Updates of a fleet's weights that not all replicas take alike: nobody serves a mixture, and the next update works."""
+"""An update that not all replicas of a fleet take alike leaves nobody serving a mixture, and the next one works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of a fleet whose feeds lose tokens."""
+"""A fleet's streams are whole though its feeds lose tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose tags are special tokens, which a text usually lacks. The model writes what a test says."""
+"""Calls are found whose tags are special tokens, which a text usually lacks. The model writes what a test says."""
 
 from __future__ import annotations
 

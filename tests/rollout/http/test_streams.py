@@ -1,4 +1,4 @@
-"""Streams that nobody reads, that take too long, or whose server ends; and pieces of text with no server at all."""
+"""Streams end well that nobody reads, that take too long, or whose server ends; and texts come in pieces."""
 
 from __future__ import annotations
 

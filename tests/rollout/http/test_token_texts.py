@@ -1,4 +1,4 @@
-"""Names of tokens in log-probabilities, of a tokenizer whose decoder takes the space from a text's begin."""
+"""Tokens keep their names in log-probabilities, though a tokenizer's decoder takes the space from a text's begin."""
 
 from __future__ import annotations
 

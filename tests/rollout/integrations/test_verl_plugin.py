@@ -226,7 +226,7 @@ def take(answer: Exception | None, timeout: float | None = None) -> None:
 
 @pytest.mark.parametrize("cause", [WorkerLostError("its process died"), WorkerStateError("its engine broke")])
 def test_where_a_group_failed_the_servers_are_asked(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
-    """Where a group failed, the servers are asked: verl's sync trainer would go on with what other groups have, before
+    """The servers are asked where a group failed: verl's sync trainer would go on with what other groups have, before
     the watch of a dead server tells of it.
     """
     read: list[str] = []

@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub, over a cache folder laid out as huggingface_hub lays it out, and no network."""
+"""Names of the Hugging Face hub are found in a cache folder laid out as huggingface_hub's, with no network."""
 
 from __future__ import annotations
 

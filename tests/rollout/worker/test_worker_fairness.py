@@ -116,8 +116,8 @@ class SteadyLoad:
 def test_between_two_commands_of_eight_commanders_there_is_a_step(
     run_ahead: bool, make_worker: MakeWorker, oracle: Oracle
 ) -> None:
-    """Between two commands of eight commanders, each of which asks again at once, there is a step. No clocks: the lock
-    is logged.
+    """A step comes between two commands of eight commanders, each of which asks again at once. No clocks: the lock is
+    logged.
     """
     worker, runner = make_worker(max_num_seqs=4, num_blocks=80, run_ahead=run_ahead)
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}

@@ -378,7 +378,7 @@ def test_a_worker_that_is_dropped_stops_its_thread(make_worker: MakeWorker) -> N
 def test_at_exit_the_thread_ends_before_the_interpreter_does(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At exit the worker's thread ends before the interpreter does: a kernel that still runs while that goes away
+    """The worker's thread ends at exit before the interpreter does: a kernel that still runs while that goes away
     aborts the process (seen).
     """
     callbacks: list[Callable[[], None]] = []
