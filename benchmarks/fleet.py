@@ -141,7 +141,7 @@ def play(
 
 
 def prefixes() -> dict[str, Spread]:
-    """8 system prompts x 8 conversations x 4 turns over 4 replicas."""
+    """Measure 8 system prompts x 8 conversations x 4 turns over 4 replicas."""
     found: dict[str, Spread] = {}
     for policy in POLICIES:
         shares, loads = [], []
@@ -157,7 +157,9 @@ def prefixes() -> dict[str, Spread]:
 
 
 def one_at_its_limit() -> dict[str, Spread]:
-    """One of 4 replicas runs a quarter of the others, and has had all sessions so far: they have to move."""
+    """Measure 4 replicas of which one runs a quarter of the others, and has had all sessions so far:
+    they have to move.
+    """
     speeds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     moved = []
     for seed in SEEDS:
@@ -182,7 +184,7 @@ def one_at_its_limit() -> dict[str, Spread]:
 
 
 def many(requests: int) -> dict[str, Spread]:
-    """64 replicas."""
+    """Measure 64 replicas."""
     clock, talks = Clock(), Conversations(200, max(1, requests // 800), 4, system=1024, user=64, answer=64)
     replicas = [PacedReplica(str(number), clock, num_blocks=4_000) for number in range(64)]
     outcome = play(talks, replicas, clock, "router", 0, at_once=1_500)
@@ -202,7 +204,9 @@ def _quartiles(values: list[float]) -> Spread:
 
 
 def costs() -> dict[str, Spread]:
-    """Microseconds of a 2,048-token prompt over 64 replicas that all have its first half, and bytes of a block."""
+    """Measure microseconds of a 2,048-token prompt over 64 replicas that all have its first half, and
+    bytes of a block.
+    """
     found: dict[str, Spread] = {}
     chain_of = [os.urandom(16) for _ in range(64)]
     for cached in (10_000, 1_000_000):
@@ -234,7 +238,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 
 def _bytes_a_block() -> float:
-    """The digest itself, as it arrives, and its place in the shadow."""
+    """Count the bytes of the digest itself, as it arrives, and of its place in the shadow."""
     count = 100_000
     router = Router(BLOCK)
     router.add("0", 64)

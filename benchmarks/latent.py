@@ -45,7 +45,9 @@ _write = write_pages.part
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a layer: heads, the elements of a latent, and of a head's rotated key, other key, and value."""
+    """Holds the sizes of a layer: heads, the elements of a latent, and of a head's rotated key, other
+    key, and value.
+    """
 
     heads: int
     rank: int
@@ -56,8 +58,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Sizes of a layer with an indexer: heads of its attention and of its index, elements of an index key, tokens that
-    are chosen."""
+    """Holds the sizes of a layer with an indexer: heads of its attention and of its index, elements of an index key,
+    tokens that are chosen.
+    """
 
     attention: Heads
     heads: int

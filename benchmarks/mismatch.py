@@ -42,7 +42,7 @@ WITHOUT_VLLM = ("hybrid_fp32",)
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sequences that are compared, in tokens; `micro_batch` of them are in a training forward."""
+    """Sets the sequences that are compared, in tokens; `micro_batch` of them are in a training forward."""
 
     sequences: int = 64
     prompt: int = 520

@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = models.EXPERTS | {"vocab_size": 2048, "num_hidden_layers
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sequences that are compared, in tokens; ``micro_batch`` of them are in a training forward."""
+    """Sets the sequences that are compared, in tokens; ``micro_batch`` of them are in a training forward."""
 
     sequences: int = 32
     prompt: int = 128
@@ -49,7 +49,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of all sequences that one forward computes; over a cache it goes on from the one before."""
+    """Is the part of all sequences that one forward computes; over a cache it goes on from the one before."""
 
     sequences: slice
     tokens: slice
@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of Hugging Face to compute the sequences. experts, attention: its implementations."""
+    """Is one way of Hugging Face to compute the sequences. experts, attention: its implementations."""
 
     pieces: list[Piece]
     cached: bool = False

@@ -78,7 +78,7 @@ class PacedReplica:
         self._begin()
 
     def hits(self, turn: Turn) -> int:
-        """Tokens of a prompt that are cached; at least one is computed."""
+        """Count the tokens of a prompt that are cached; at least one is computed."""
         count = 0
         for digest in turn.prompt_chain:
             if digest not in self.blocks:
@@ -150,7 +150,7 @@ class Conversations:
         return Turn(session, whole, prompt, self.answer, done)
 
     def most_skipped(self) -> int:
-        """Prompt tokens that one cache without limit skips, all turns one after the other."""
+        """Count the prompt tokens that one cache without limit skips, all turns one after the other."""
         one = PacedReplica("all", Clock())
         skipped = 0
         for number in range(self.turns):
