@@ -45,7 +45,7 @@ _ROOM = 1 << 15
 """Elements of a turned matrix that are kept: they stay in the second-level cache."""
 
 _LITTLE_ROOM = 1 << 12
-"""For few rows, which do not read them again from there: they stay in the first-level cache."""
+"""Limits what is kept for few rows, which do not read them again from there, to the first-level cache."""
 
 _KEY = "matrices on the CPU"
 _FIELDS = 4

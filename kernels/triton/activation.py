@@ -13,7 +13,7 @@ from samebit.kernels.triton.tiles.table import ELEMENTS
 
 _SILU, _GELU_TANH, _GELU, _SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu2": 3, "sigmoid": 4}
-"""By Hugging Face name. relu2, max(x, 0) ** 2, has no gate."""
+"""Numbers the activations by their Hugging Face names. relu2, max(x, 0) ** 2, has no gate."""
 
 _ROOT = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)

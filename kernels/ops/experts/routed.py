@@ -21,7 +21,7 @@ from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
 from samebit.kernels.ops.dispatch import operations_for
 
 _ACTIVATIONS = {"gated": ACTIVATIONS, "plain": PLAIN_ACTIVATIONS, "interleaved": ("silu", "swish")}
-"""By form: those that are exact."""
+"""Names the activations that are exact, by form."""
 
 
 def routed_experts(
