@@ -73,7 +73,7 @@ def python() -> list[str]:
 
 
 def _address() -> str:
-    """Return the server's, which is in no folder. It ends in the number of the process that the server ends with."""
+    """Return the address of the server, in no folder. It ends in the number of the process that it ends with."""
     return "\0" + os.environ[_SERVER]
 
 
@@ -150,7 +150,7 @@ def _keep(client: socket.socket) -> None:
 
 
 def _become(given: list[int], streams: list[int], command: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Have what a process has that starts with this command; the files that are given have these numbers there."""
+    """Take what a process has that starts with this command; the files that are given get these numbers."""
     aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(streams) + 1) for file in given]
     for number, file in zip(streams, aside, strict=True):
         os.dup2(file, number)

@@ -154,7 +154,9 @@ def opened(command: Command) -> Iterator[InProcess]:
 
 
 def test_mismatch_is_counted_and_samebits_is_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in reports -1 everywhere, so it differs everywhere; Hugging Face and samebit compute."""
+    """Mismatch is counted, here everywhere of the stand-in, which reports -1; samebit's is zero. Hugging Face computes
+    too.
+    """
     shape = (mismatch_models.CONFIGS["dense"][0], TINY | {"tie_word_embeddings": False})
     monkeypatch.setitem(mismatch_models.CONFIGS, "dense", shape)
     monkeypatch.setattr(mismatch, "started", opened)

@@ -59,6 +59,6 @@ def budget(model: nn.Module, checkpoints: int) -> float:
 def run(
     model: nn.Module, prompts: list[list[int]], params: list[SamplingParams], **config: object
 ) -> tuple[list[RequestOutput], dict[str, float]]:
-    """Generate with a worker of this configuration; its outputs and its statistics."""
+    """Generate with a worker of this configuration; return its outputs and its statistics."""
     with RolloutWorker(model, config=RolloutConfig(**config)) as worker:
         return worker.generate(prompts, params), worker.stats()

@@ -213,8 +213,9 @@ def check_results_that_are_cast(mesh: DeviceMesh) -> None:
 
 
 def main(rank: int, folder: str, ranks: str, every: str) -> None:
-    """Check all combinations of a model's, or of a dense one those in which any two meet in each way, and of those with
-    experts one each; `check_update` has another."""
+    """Check all cases where `every` is "True". Otherwise check those of a dense model in which any two options meet in
+    each way, and one each of the models with experts; `check_update` has another.
+    """
     world = int(ranks)
     store = dist.FileStore(f"{folder}/store", world)
     scored_head.BYTES_AT_ONCE = 4 * CONFIG["vocab_size"] * ROWS_AT_ONCE

@@ -26,7 +26,7 @@ MIXERS = (
     *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     *("g_proj", "b_proj", "a_proj", "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj"),
 )
-"""Names of linear layers within mixers of Gated DeltaNet and Kimi Delta Attention."""
+"""Names linear layers within mixers of Gated DeltaNet and Kimi Delta Attention."""
 
 SMALLER = {"Qwen3": {"num_hidden_layers": 2}}
 """Changes the models of `families`."""

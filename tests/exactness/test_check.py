@@ -209,8 +209,8 @@ def test_the_row_beside_transformers_caps_what_the_model_caps(tmp_path: Path) ->
 def test_the_adapter_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder of an adapter is checked: that merged weights differ is told and no failure; another scale in a worker
-    is one.
+    """An adapter's folder is checked: that merged weights differ is told and no failure; another scale in a worker is
+    one.
     """
     model = make_peft("Qwen3")
     make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")

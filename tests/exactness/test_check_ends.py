@@ -33,7 +33,9 @@ from .families import make_model
 def test_what_ends_a_check_is_no_difference(
     error: Exception, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1 is for bits that differ. What is not foreseen may be a bug: where it came from is printed too."""
+    """What ends a check gives exit code 2, not 1, which is for bits that differ. What is not foreseen may be a bug:
+    where it came from is printed too.
+    """
 
     def fail(model: object) -> NoReturn:
         raise error

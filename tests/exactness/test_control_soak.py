@@ -281,7 +281,7 @@ def _weights(family: str, dtype: torch.dtype, number: int) -> Any:
 
 @contextmanager
 def ends(threads: list[threading.Thread]) -> Iterator[None]:
-    """Start them; they end without an error, in time."""
+    """Start the threads; check that they end without an error, in time."""
     errors: list[Any] = []
     hook, threading.excepthook = threading.excepthook, errors.append
     for thread in threads:

@@ -91,7 +91,7 @@ def inputs(norm: Norm, rows: int, width: int, dtype: torch.dtype, of_weights: to
 
 
 def gradients(run: Callable[..., torch.Tensor], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return those of all that the norm is given; the last of ``given`` is that of the result."""
+    """Return the gradients of all that the norm is given; the last of ``given`` is that of the result."""
     *operands, upstream = given
     operands = leaves(*operands)
     return torch.autograd.grad(run(*operands), operands, upstream)

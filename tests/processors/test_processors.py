@@ -87,7 +87,9 @@ EMULATED = [
 
 
 def test_files_that_are_run_elsewhere_are_there() -> None:
-    """`make soak` alone runs all of them, and would be the first to notice that one has another name."""
+    """Files that are run as on other processors are there. `make soak` alone runs all of them, and would be the first
+    to notice that one has another name.
+    """
     assert not [file for file in (*EMULATED, *COMPILED, *INTERPRETED) if not (ROOT / file).is_file()]
 
 

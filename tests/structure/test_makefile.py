@@ -31,7 +31,7 @@ class Environment:
         return (self.folder / "called").read_text().split()
 
     def make(self, name: str, code: int = 0) -> int:
-        """Install with a Python of this name, whose pip exits with `code`; what `make` exits with."""
+        """Install with a Python of this name, whose pip exits with `code`; return what `make` exits with."""
         python = self.folder.with_name(name)
         made = f"#!/bin/sh\\necho {name} >> {self.folder}/called\\nexit {code}\\n"
         keeps = '[ -e "$3/bin/python" ] || '  # as venv does

@@ -15,7 +15,7 @@ NO_LIMIT = {"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_byt
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    """Write what the system says of a process's groups, and of each group; the root of such a file system."""
+    """Write what the system says of a process's groups, and of each group; return the root of such a file system."""
     for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": files[name] for name in files}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")

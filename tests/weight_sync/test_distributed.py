@@ -1,4 +1,4 @@
-"""Broadcast to several receivers and from shards, with gloo, in three processes."""
+"""Weights are broadcast to several receivers and from shards, with gloo, in three processes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 def gpt_oss(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Return one whose widths are made of groups of 32."""
+    """Return a gpt-oss whose widths are made of groups of 32."""
     return expert_model("GptOss", dtype, seed=seed, hidden_size=64, intermediate_size=32)
 
 

@@ -293,7 +293,7 @@ SHORT = 0.3
 
 
 def talk(sayings: Iterable[Callable[[], object]]) -> None:
-    """Say one after the other until nobody listens any more."""
+    """Say these things one after the other until nobody listens any more."""
     pause, end = threading.Event(), time.monotonic() + HANG
     with suppress(SyncBrokenError, OSError):
         for say in sayings:

@@ -58,8 +58,8 @@ def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> 
 @pytest.mark.soak
 @pytest.mark.parametrize(("sizes", "dtype", "biased"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
-    """Gate and up in one launch have the bits of a launch each. On an H100 those with a bias and a depth of one tile
-    had others, and alone do not share one.
+    """Gate and up in one launch have the bits of a launch each. All share one but, on an H100, those with a bias and a
+    depth of one tile, whose bits were others.
     """
     torch.manual_seed(sum(sizes))
     layers = gate_and_up(*sizes, (biased, biased), dtype)

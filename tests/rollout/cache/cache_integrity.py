@@ -1,4 +1,4 @@
-"""Do the parts of a cache agree? It costs as much as the pool is large, and reads what only the parts know."""
+"""Check that the parts of a cache agree. It costs as much as the pool is large, and reads what only the parts know."""
 
 from __future__ import annotations
 

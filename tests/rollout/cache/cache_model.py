@@ -50,7 +50,7 @@ class HeldPrompt:
 
 
 class CacheModel:
-    """`shares`: False for a cache without prefix caching, which publishes nothing."""
+    """Models a cache. `shares`: False for one without prefix caching, which publishes nothing."""
 
     def __init__(self, num_blocks: int, block_size: int, slots: int, policy: str, *, shares: bool = True) -> None:
         self.shares = shares

@@ -9,7 +9,9 @@ from .cache_integrity import check_cache
 
 
 def run(engine: Engine, *requests: Request) -> None:
-    """Add these and step until nobody has work; the cache is in order before each step, and has its blocks back."""
+    """Add these requests and step until nobody has work; the cache is in order before each step, and has its blocks
+    back.
+    """
     for request in requests:
         engine.add(request)
     for _ in range(500):

@@ -130,7 +130,9 @@ def test_an_aborted_leader_hands_over(
 def test_nobody_waits_for_a_prompt_that_is_scored_and_that_memory_may_take(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
-    """Nobody waits for a prompt that is scored, `late`: it may stand still behind `early`, which waits for memory."""
+    """Nobody waits for a scored prompt, which may lose its memory: `early`, which waits for some, does not follow
+    `late`.
+    """
     engine = make_engine(num_blocks=37, block_size=2, max_num_batched_tokens=8)
     stem = [*PREFIX, *range(60, 76)]
     others = [make_request("ends soon", [95] * 12, max_tokens=11)]

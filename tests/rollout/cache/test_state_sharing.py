@@ -61,7 +61,7 @@ def test_one_that_shares_less_of_what_is_computed_again_waits_for_less(make: Mak
 def test_who_waits_for_a_state_is_handed_over(
     make: Make, make_request: MakeRequest, oracle: Oracle, abort: bool
 ) -> None:
-    """Who waits for a state is let go when the one that computes it is aborted, or weights change."""
+    """Who waits for a state stands in the queue again when the one that computes it is aborted, or weights change."""
     engine = make(max_num_batched_tokens=8)
     run(engine, make_request("cold", STEM, max_tokens=1))
     requests = own_ends(3, 24, make_request)

@@ -139,7 +139,7 @@ def test_a_request_without_an_id_gets_one_that_no_caller_has_given() -> None:
 
 
 def interrupted_at(number: int, wait: Callable[[], object]) -> bool:
-    """Run `wait` and raise at a step of its way through what waits, by number; whether there was one.
+    """Run `wait` and raise at the step of this number on its way through what waits; return whether there was one.
 
     A tracer raises where only luck puts a signal: also right after a lock was taken."""
     steps = itertools.count(1)

@@ -291,8 +291,8 @@ def test_a_replica_that_comes_back_during_a_load_reads_the_adapter_once(local: M
 def test_a_replica_that_comes_back_during_a_load_and_reads_another_adapter_fails_the_load(
     local: ModelFleet, tmp_path: Path
 ) -> None:
-    """A replica fails the load that was dead when the others were asked, and has read another adapter from the folder
-    before they have told what they read.
+    """A replica that comes back during a load and reads another adapter from the folder fails the load: it was dead
+    when the others were asked, and has read before they have told what they read.
     """
     fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
     read, may_answer = threading.Event(), threading.Event()

@@ -345,7 +345,7 @@ def test_a_sleep_that_one_replica_refuses_is_none() -> None:
 
 def test_an_interrupted_pause_is_none_once_the_replicas_are_done_with_it() -> None:
     """An interrupted pause is none once the replicas are done with it; its caller does not wait for the requests that
-    it waited for.
+    the pause waited for.
     """
     with LocalFleet(replicas=2, prepare=gated) as local:
         fleet, ports = local.fleet, list(local.ports.values())

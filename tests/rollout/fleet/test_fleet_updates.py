@@ -236,7 +236,7 @@ def test_an_interrupt_after_the_last_weight_leaves_the_fleet_at_the_version_of_i
 
 
 def hang(local: LocalFleet, name: str, command: str) -> None:
-    """Let a replica answer this command, and how it is, never: as a process that was stopped. What follows has time."""
+    """Let a replica never answer this command nor say how it is, as one that was stopped. What follows has time."""
 
     async def never(*_: object, **__: object) -> None:
         local.fleet._weights._timeout = HANG

@@ -128,7 +128,7 @@ def test_what_skyrl_asks_of_the_sampler_is_taken(served: Served) -> None:
 
 @pytest.fixture
 def steps(served: Served) -> Iterator[threading.Semaphore]:
-    """See held_steps."""
+    """Give the steps of the server's worker, which wait until they are released (`held_steps`)."""
     with held_steps(served.service.worker) as released:
         yield released
 

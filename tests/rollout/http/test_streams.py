@@ -360,7 +360,7 @@ def listener(port: int) -> int:
 def running(
     served: Served, *flags: str, code: str | None = None, environment: dict[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Serve in a process of its own, by the command or by this code, until the end of the block; its port."""
+    """Serve in a process of its own, by the command or by this code, until the end of the block; give its port."""
     command = ["-m", "samebit.rollout.cli", "serve"] if code is None else ["-c", code]
     with reserved_port() as port:
         process = subprocess.Popen(

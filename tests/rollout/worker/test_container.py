@@ -24,7 +24,7 @@ ALL: int = numba.config.NUMBA_DEFAULT_NUM_THREADS
 
 
 def container(root: Path, **files: str) -> Path:
-    """Write what the system says of a process's group; the root of such a file system."""
+    """Write what the system says of a process's group; return the root of such a file system."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/\n")
     (root / "sys/fs/cgroup").mkdir(parents=True)

@@ -50,7 +50,7 @@ class Interrupts:
         self._left = count
 
     def reach(self, act: Callable[[], object]) -> bool:
-        """Run `act`; whether an interrupt came out of it.
+        """Run `act`; return whether an interrupt came out of it.
 
         One inside of the exit of `torch.no_grad` leaves the thread without gradients, which torch does not undo.
         """

@@ -1,4 +1,4 @@
-"""kill -9 of either side at twenty points of a sync: nobody hangs, nothing stays behind, no mixture is served."""
+"""Nobody hangs, nothing stays behind, no mixture is served after kill -9 of either side at twenty points of a sync."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def model() -> nn.Module:
 
 
 def points(calls: int) -> list[int]:
-    """Spread over the sync, the first call and the last among them."""
+    """Return points that are spread over the sync, the first call and the last among them."""
     return [1 + round(number * (calls - 1) / (POINTS - 1)) for number in range(POINTS)]
 
 

@@ -1,4 +1,4 @@
-"""kill -9 of a worker's process in the middle of generate: the trainer hears of it in time, and another takes over."""
+"""The trainer hears in time of kill -9 of a worker's process in the middle of generate, and another takes over."""
 
 from __future__ import annotations
 

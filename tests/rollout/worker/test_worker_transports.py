@@ -340,9 +340,7 @@ def test_weights_that_sleep_take_no_delta_of_experts_apart(make_worker: MakeWork
 def test_incomplete_weights_take_no_delta(
     make_worker: MakeWorker, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incomplete weights take no delta, even where their bits are its base: of discarded ones only memory that nobody
-    has used shows that they are not.
-    """
+    """Incomplete weights are sent whole and not as a delta, even where they happen to have the bits of its base."""
     worker, _ = make_worker()
     sender, end = pair
     trained = weights_of(worker)

@@ -71,7 +71,7 @@ def spy() -> None:
 
 
 class BeforeTheServer(MetaPathFinder):
-    """Finds nothing."""
+    """Finds no module, but spies once the server's is looked for."""
 
     def find_spec(self, name: str, *_: object) -> None:
         if name == SERVER:
