@@ -73,7 +73,7 @@ def python() -> list[str]:
 
 
 def _address() -> str:
-    """Return the address of the server, in no folder. It ends in the number of the process that it ends with."""
+    """Return the server's address, in no folder. It ends in the number of the process that the server ends with."""
     return "\0" + os.environ[_SERVER]
 
 
