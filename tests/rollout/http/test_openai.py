@@ -291,6 +291,28 @@ def test_an_answer_that_has_ended_is_continued_before_its_end(served: Served) ->
     assert going_on(said, "cut") == [*start, a, b] != going_on(said, None)
 
 
+def test_an_answer_is_continued_again_and_again_from_its_ids(served: Served) -> None:
+    """And the user's next turn goes on from all of them, where each continuation was appended to the answer."""
+    a, b = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b"])
+
+    def turn(messages: list[ChatCompletionMessageParam], **more: object) -> list[int]:
+        """Return the ids of the prompt; the answer is `ab`, of two tokens, which together are another one."""
+        answer = served.client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=2, temperature=0, logit_bias={str(a): 100, str(b): 99},
+            frequency_penalty=2, extra_body={"return_token_ids": True, **more},
+            extra_headers={"X-Session-ID": "again and again"},
+        )  # fmt: skip
+        assert (answer.choices[0].token_ids, answer.choices[0].message.content) == ([a, b], "ab")
+        return answer.prompt_token_ids
+
+    start = turn(USER)
+    for times in (1, 2):
+        so_far = [*USER, {"role": "assistant", "content": "ab" * times}]
+        assert turn(so_far, add_generation_prompt=False, continue_final_message=True) == start + [a, b] * times
+    last = [*USER, {"role": "assistant", "content": "ab" * 3}, {"role": "user", "content": "go on"}]
+    assert turn(last)[: len(start) + 6] == start + [a, b] * 3
+
+
 def test_a_session_with_other_tools_is_rendered_anew(served: Served) -> None:
     def turn(messages: list[ChatCompletionMessageParam], session: str | None, *names: str) -> ChatCompletion:
         tools = [{"type": "function", "function": {"name": name}} for name in names]

@@ -86,6 +86,29 @@ def test_an_answer_that_has_ended_is_continued_from_the_ids_of_the_turn_before_i
     assert prompt == known + asyncio.run(encode("<user>c<assistant>d"))
 
 
+def test_a_continuation_is_part_of_the_answer_that_it_continues() -> None:
+    """A client appends it to its message: it is continued again from its ids, and the next turn goes on from them."""
+    sessions, ask = Sessions(most=1), said("user", "a")
+    asked, said_so_far, known = Conversation([ask], ""), "", asyncio.run(encode("<user>a"))
+    for number, text in enumerate(["b", " c", " d"]):
+        assert asyncio.run(sessions.prompt(NAME, asked, render, encode)) == known
+        known = [*known, number]
+        sessions.note(NAME, asked, said("assistant", text), known, ended=False)
+        said_so_far += text
+        asked = Conversation([ask, said("assistant", said_so_far)], "", continued=True)
+    messages = [ask, said("assistant", said_so_far), said("user", "e")]
+    prompt = answered(sessions, messages, "f", [9])
+    assert prompt == known + asyncio.run(encode("<user>e"))
+
+
+def test_the_answer_to_a_user_s_message_that_is_continued_is_a_message() -> None:
+    sessions, begun = Sessions(most=1), said("user", "a")
+    known = [*asyncio.run(encode("<user>a")), 1]
+    sessions.note(NAME, Conversation([begun], "", continued=True), said("assistant", "b"), known)
+    messages = [begun, said("assistant", "b"), said("user", "c")]
+    assert answered(sessions, messages, "d", [2]) == known + asyncio.run(encode("<user>c"))
+
+
 def test_a_conversation_keeps_each_id_once_in_four_bytes() -> None:
     sessions, ids, turns = Sessions(most=1), list[int](), 16
     messages = [said("user", LONG)]

@@ -10,6 +10,7 @@ Invariants
   that turn; only what is behind them is tokenized. Other tools, or other arguments of the template, stand in no ids of
   an earlier turn: with them a conversation is rendered anew.
 * An answer that is to be continued begins with its own ids only where it was cut off: others have their end in them.
+  Its continuation is part of it: a client appends that to its message.
 * At most `most` conversations are kept, the least recently used ones go first.
 * What a turn takes over from the turn that it goes on from is kept once: four bytes a token, and no text.
 """
@@ -38,12 +39,18 @@ class Conversation:
     beside: str
     continued: bool = False
 
-    def digests(self, *more: Message) -> list[bytes]:
-        """Return what its first messages are known by, none of them first; with more behind its own."""
+    def digests(self) -> list[bytes]:
+        """Return what its first messages are known by, none of them first."""
         found = [_digest(self.beside.encode())]
-        for message in (*self.messages, *more):
+        for message in self.messages:
             found.append(_digest(found[-1] + _key(message).encode()))
         return found
+
+    def answered(self, digests: list[bytes], answer: Message) -> tuple[int, bytes]:
+        """Return how many its messages are with an answer, and what they are known by. digests: of its own."""
+        if self.continued and self.messages[-1].role == "assistant":
+            digests, answer = digests[:-1], _joined(self.messages[-1], answer)
+        return len(digests), _digest(digests[-1] + _key(answer).encode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +103,13 @@ class Sessions:
         self, name: str, asked: Conversation, answer: Message, token_ids: list[int], *, ended: bool = True
     ) -> None:
         """Keep a turn: what was asked, what was answered, and the ids of both. ended: the answer was not cut off."""
-        digests = asked.digests(answer)
-        before = self._longest(name, digests[:-1], asked.continued)
+        digests = asked.digests()
+        before = self._longest(name, digests, asked.continued)
         known = [] if before is None else before.token_ids
         if token_ids[: len(known)] != known:  # the prompt was made without that turn
             before, known = None, []
-        turn = Turn(len(digests) - 1, digests[-1], before, array("i", token_ids[len(known) :]), ended)
+        length, digest = asked.answered(digests, answer)
+        turn = Turn(length, digest, before, array("i", token_ids[len(known) :]), ended)
         turns = self._turns.setdefault(name, [])
         self._turns.move_to_end(name)
         turns.append(turn)
@@ -121,10 +129,19 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=16).digest()
 
 
+def _joined(begun: Message, more: Message) -> Message:
+    """Return an answer with what continues it."""
+    calls = [*(begun.tool_calls or ()), *(more.tool_calls or ())]
+    return begun.model_copy(update={"content": _text(begun) + _text(more), "tool_calls": calls or None})
+
+
 def _key(message: Message) -> str:
     """Return what a message is compared by; a client that sends back an answer may leave out empty fields."""
-    content = message.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    return message.model_copy(update={"content": text}).model_dump_json(
+    return message.model_copy(update={"content": _text(message)}).model_dump_json(
         exclude_none=True, exclude={"reasoning_content"}
     )
+
+
+def _text(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
