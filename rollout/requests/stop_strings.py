@@ -5,7 +5,7 @@ Invariants
 * A match that straddles two tokens is found; an incomplete UTF-8 character is held back until it is whole.
 * The text is cut before the match; the token ids keep every sampled token.
 * A sample has one text: that as which it grew is that of all its tokens.
-* However many special tokens a sample has, a new token is decoded with a few before it.
+* However many tokens without text a sample has, a new token is decoded with a few before it.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class StopStringMatcher:
 
     def _certain(self) -> tuple[str, int]:
         """Return the text that no later token can change, of those that are not in the text yet, and where it ends.
-        A token that the tokenizer skips is forgotten: a run of them would be decoded again with each."""
+        A token that is no text is forgotten: a run of them would be decoded again with each."""
         end = len(self._tokens)
         new = self._undecoded(end)
         if new and not new.endswith("\ufffd"):
             return new, end
-        if self._is_skipped(self._tokens[-1]):
+        if self._is_no_text(self._tokens[-1]):
             self._tokens.pop()
             return "", self._decoded
         if end - self._decoded >= _HELD:
@@ -98,10 +98,14 @@ class StopStringMatcher:
                 return apart, end - _INCOMPLETE
         return "", self._decoded
 
-    def _is_skipped(self, token: int) -> bool:
-        """Tell a special token from one that is no text at this place only, as a space in front of all text."""
-        alone = decoded(self._tokenizer, [token])
-        return not alone and bool(decoded(self._tokenizer, [token], skip_special=False))
+    def _is_no_text(self, token: int) -> bool:
+        """Tell a token that is no text wherever it stands, as a special one or one that the tokenizer does not know,
+        from one that is none at this place only, as a space in front of all text: between two others that is some."""
+        if decoded(self._tokenizer, [token]):
+            return False
+        known = self._tokens[self._context : self._decoded]
+        without, between = [*known, *known, token], [*known, token, *known, token]
+        return decoded(self._tokenizer, without) == decoded(self._tokenizer, between)
 
     def _undecoded(self, end: int) -> str:
         """Return the text of the tokens up to an end that are not in the text yet: what they add to that of the piece

@@ -52,31 +52,34 @@ def test_what_is_no_character_is_decoded_once_and_again_for_a_few_tokens(ids: li
 
 
 class Speaking:
-    """Decodes bytes, skips the token 0, and remembers the most tokens that it was given at once."""
+    """Decodes bytes, skips the token 0, does not know those above, and remembers the most tokens that it was given at
+    once."""
 
     most = 0
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         self.most = max(self.most, len(token_ids))
-        kept = [token for token in token_ids if token or not skip_special_tokens]
+        kept = [token for token in token_ids if token < 256 and (token or not skip_special_tokens)]
         return bytes(kept).decode(errors="replace")
 
 
+@pytest.mark.parametrize("silent", [0, 300])
 @pytest.mark.parametrize("before", ["", "ab"])
-def test_tokens_that_are_skipped_are_decoded_once(before: str) -> None:
-    """Tokens that are skipped, as end tokens that end no sample, are decoded once, not all of them with each."""
+def test_tokens_that_are_no_text_are_decoded_once(before: str, silent: int) -> None:
+    """End tokens that end no sample, and ids beyond the tokenizer's, are decoded once, not all of them with each."""
     tokenizer = Speaking()
     matcher = StopStringMatcher(tokenizer, ("END",))
-    ids = [*before.encode(), *[0] * 100, *b"cEN", *[0] * 100, ord("D")]
+    ids = [*before.encode(), *[silent] * 100, *b"cEN", *[silent] * 100, ord("D")]
     assert [matcher.push(token, search=True) for token in ids] == [None] * (len(ids) - 1) + ["END"]
     assert matcher.text == f"{before}c"
     assert tokenizer.most <= 8
 
 
-def test_a_skipped_token_in_a_character_leaves_it_whole() -> None:
+@pytest.mark.parametrize("silent", [0, 300])
+def test_a_token_that_is_no_text_in_a_character_leaves_it_whole(silent: int) -> None:
     first, *rest = "\u65e5".encode()
     matcher = StopStringMatcher(Speaking(), ())
-    for token in (first, *[0] * 20, *rest):
+    for token in (first, *[silent] * 20, *rest):
         matcher.push(token, search=False)
     assert matcher.text == "\u65e5"
 
