@@ -28,8 +28,8 @@ class SampleOutput:
         was computed under, last: also after a preemption, an update with "recompute", or a sleep.
     finish_reason: "stop", "length" or "abort". stop_reason: the stop token id or stop string, None for
         the end-of-sequence token.
-    text: decoded output, when the worker has a tokenizer; without an end or stop token that ended it, and cut before a
-        stop string.
+    text: decoded output, when the worker has a tokenizer, as it stands behind the prompt's text, with a space between
+        them that is there; without an end or stop token that ended it, and cut before a stop string.
     routed_experts: `[positions, layers, experts of a token]` int16, the experts that computed each token of prompt and
         output, in ascending order; 0 in layers without routed experts. The last sampled token was not computed, and has
         none; what an aborted sample had not computed, neither. None when not asked for.
@@ -164,4 +164,4 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
         return matcher.text + matcher.held_back() if sequence.ending.reason == "abort" else matcher.text
     if tokenizer is None:
         return None
-    return text_of(tokenizer, token_ids[:-1] if sequence.ending.by_token else token_ids)
+    return text_of(tokenizer, token_ids[:-1] if sequence.ending.by_token else token_ids, sequence.request.prompt)

@@ -159,7 +159,7 @@ class SampledTokens:
 
     __slots__ = ("contexts", "logprobs", "matcher", "raw_logprobs", "top_logprobs", "weights")
 
-    def __init__(self, room: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, room: int, params: SamplingParams, tokenizer: Tokenizer | None, prompt: IntArray) -> None:
         self.logprobs: FloatArray = np.empty(room, np.float32)
         self.raw_logprobs = self.logprobs if params.temperature in (0, 1) else np.empty(room, np.float32)
         self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
@@ -167,7 +167,7 @@ class SampledTokens:
         self.contexts = VersionHistory()
         self.matcher: StopStringMatcher | None = None
         if params.stop_strings and tokenizer is not None:
-            self.matcher = StopStringMatcher(tokenizer, params.stop_strings)
+            self.matcher = StopStringMatcher(tokenizer, params.stop_strings, prompt)
 
     def grow(self, room: int) -> None:
         """Make room for so many tokens."""
@@ -253,7 +253,7 @@ class Sequence:
         self.slot = -1
         self.schedule = Schedule()
         self.kv = KVHistory()
-        self.sampled = SampledTokens(room, params, tokenizer)
+        self.sampled = SampledTokens(room, params, tokenizer, request.prompt)
         self.prompt_scores = PromptScores.of(params, length) if sample_index == 0 else None
         self.ending = Ending()
 

@@ -5,34 +5,64 @@ Invariants
 * A match that straddles two tokens is found; an incomplete UTF-8 character is held back until it is whole.
 * The text is cut before the match; the token ids keep every sampled token.
 * A sample has one text: that as which it grew is that of all its tokens.
+* The prompt's text and the sample's are, joined, the text of the sequence: a space between them is the sample's.
 * However many tokens without text a sample has, a new token is decoded with a few before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from samebit.rollout.errors import TokenizerError
 from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
+Ids = Sequence[int] | npt.NDArray[np.int64]
 
-def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Return the text of a sample that has ended.
+
+def text_of(tokenizer: Tokenizer, token_ids: list[int], prompt: Ids = ()) -> str:
+    """Return the text of a sample that has ended. prompt: what it goes on from.
 
     A tokenizer that falls back to bytes (Llama's, Mistral's, Gemma's) decodes a run of them to nothing but replacement
     characters where one character is incomplete: whole ones beside it are only there as the sample grows.
     """
-    text = decoded(tokenizer, token_ids)
-    if "\ufffd" not in text:
-        return text
-    matcher = StopStringMatcher(tokenizer, ())
+    tail = _tail(tokenizer, prompt)
+    before = decoded(tokenizer, tail)
+    text = decoded(tokenizer, [*tail, *token_ids])
+    if "\ufffd" not in text and text.startswith(before):
+        return text[len(before) :]
+    matcher = StopStringMatcher(tokenizer, (), prompt)
     for token in token_ids:
         matcher.push(token, search=False)
     matcher.flush()
     return matcher.text
 
 
+def _tail(tokenizer: Tokenizer, prompt: Ids) -> list[int]:
+    """Return the last tokens of a prompt, behind which those of a sample are decoded: as few as have a text, since
+    SentencePiece's decoders take a space from where a text begins. None where they cut a character, which would spoil
+    those behind it, and where the tokenizer can not decode them: that fails no sample whose own text it has."""
+    last = [int(token) for token in prompt[-_TAIL:]]
+    text = ""
+    for count in range(1, len(last) + 1):
+        try:
+            text = decoded(tokenizer, last[-count:])
+        except TokenizerError:
+            return []
+        if text and "\ufffd" not in text:
+            return last[-count:]
+    return [] if text else last
+
+
 def place_of(stop: str, text: str, seen: int) -> int:
     """Return where a stop string begins that ends behind the first `seen` characters of a text; -1 if none does."""
     return text.find(stop, max(seen - len(stop) + 1, 0))
 
+
+_TAIL = 8
+"""Tokens at a prompt's end among which one with a text is looked for; a few special ones may stand behind it."""
 
 _INCOMPLETE = 3
 """Tokens that an incomplete character can have: it lacks one byte at least of four."""
@@ -42,11 +72,12 @@ _HELD = 8
 
 
 class StopStringMatcher:
-    """Decodes the text of one sample as it grows, and searches it for stop strings."""
+    """Decodes the text of one sample as it grows, and searches it for stop strings. prompt: what it goes on from."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], prompt: Ids = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
+        self._prompt: Ids | None = prompt
         self._tokens: list[int] = []
         self._context = 0
         self._decoded = 0
@@ -54,6 +85,9 @@ class StopStringMatcher:
 
     def push(self, token: int, *, search: bool) -> str | None:
         """Add a token; the stop string that now matches, if any (the text is then cut before it)."""
+        if self._prompt is not None:
+            self._tokens, self._prompt = _tail(self._tokenizer, self._prompt), None
+            self._decoded = len(self._tokens)
         self._tokens.append(token)
         new, end = self._certain()
         if not new:

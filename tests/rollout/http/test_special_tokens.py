@@ -180,5 +180,5 @@ def test_a_stream_with_special_tokens_is_the_whole(tokens: list[str], stop: str,
         start += cut
     text += pieces.push(StreamChunk(0, ids[start:], [], True, finish, found))
     sample = SampleOutput(0, ids, [], [], None, [], [], [], finish, found, None, 0)
-    assert text == text_by(tokenizer, sample)
+    assert text == text_by(tokenizer, sample, ())
     assert found or text == "".join(token for token in tokens[: len(ids)] if token != "<end>")

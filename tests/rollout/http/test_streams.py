@@ -464,18 +464,20 @@ def test_the_pieces_of_a_text_are_the_text(text: str, cuts: list[int], stop: str
 
 
 FALLING_BACK = byte_fallback_tokenizer()
+MOST_ARE_BYTES = st.integers(3, len(FALLING_BACK) - 1) | st.integers(0, 2)
 
 
 @settings(max_examples=40, deadline=None)
-@example([233, *[2] * 12, 154, 168], 1)
-@given(st.lists(st.integers(3, len(FALLING_BACK) - 1) | st.integers(0, 2), max_size=30), st.integers(1, 5))
-def test_the_pieces_of_incomplete_characters_are_the_text(ids: list[int], size: int) -> None:
-    """The pieces of incomplete characters are the text, of a tokenizer that has a token for each byte: a sample may
-    end, or go wrong, within a character, and special tokens may stand there.
+@example([233, *[2] * 12, 154, 168], 1, [])
+@example([*[len(FALLING_BACK) + 5] * 12, 259, 260], 1, [233, 154])
+@given(st.lists(MOST_ARE_BYTES, max_size=30), st.integers(1, 5), st.lists(MOST_ARE_BYTES, max_size=12))
+def test_the_pieces_of_incomplete_characters_are_the_text(ids: list[int], size: int, prompt: list[int]) -> None:
+    """The pieces of incomplete characters are the text, of a tokenizer that has a token for each byte: prompt and
+    sample may end, or go wrong, within a character, and special tokens may stand there.
     """
-    pieces = SampleText(FALLING_BACK, (), frozenset())
+    pieces = SampleText(FALLING_BACK, (), frozenset(), prompt)
     found = "".join(pieces.push(chunk(ids[start : start + size])) for start in range(0, len(ids), size))
-    assert found + pieces.push(chunk([], finish="length")) == text_of(FALLING_BACK, ids)
+    assert found + pieces.push(chunk([], finish="length")) == text_of(FALLING_BACK, ids, prompt)
 
 
 def test_what_may_end_a_sample_is_held_back() -> None:

@@ -17,6 +17,47 @@ from ..step_gate import StepGate
 from ..tiny_llama import byte_fallback_tokenizer, smallest
 
 TOKENIZER = byte_fallback_tokenizer()
+SPACE, A, C = TOKENIZER.convert_tokens_to_ids(["\u2581", "a", "c"])
+PARTS = [*([token] for token in (0, 1, 2, *range(SPACE, C + 1))), [byte + 3 for byte in "\u65e5".encode()]]
+"""The tokens of letters, of a space, of a character in bytes, and special ones."""
+SOME = st.lists(st.sampled_from(PARTS), max_size=8).map(lambda parts: [token for part in parts for token in part])
+
+
+@settings(max_examples=200, deadline=None)
+@example([1, SPACE], [SPACE, A])
+@example([A, *[2] * 7], [SPACE, A])
+@given(SOME, SOME)
+def test_a_sample_s_text_goes_on_from_that_of_its_prompt(prompt: list[int], ids: list[int]) -> None:
+    """As in vLLM: such a decoder takes a space from where a text begins, and a sample is no begin."""
+    start, whole = (TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens in (prompt, prompt + ids))
+    assert start + text_of(TOKENIZER, ids, prompt) == whole
+    matcher = StopStringMatcher(TOKENIZER, (), prompt)
+    for token in ids:
+        matcher.push(token, search=False)
+    matcher.flush()
+    assert start + matcher.text == whole
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_a_word_behind_a_prompt_has_its_space(stop: str | None) -> None:
+    letters = dict.fromkeys(range(SPACE, C + 1), 100.0)
+    params = SamplingParams(n=16, max_tokens=6, seed=0, ignore_eos=True, logit_bias=letters, stop=stop)
+    with RolloutWorker(smallest(vocab_size=len(TOKENIZER)), tokenizer=TOKENIZER) as worker:
+        behind, first = worker.generate([[1, C], [1]], params)
+    for sample in behind.samples:
+        assert f"c{sample.text}" == TOKENIZER.decode([C, *sample.token_ids])
+    for sample in first.samples:
+        assert sample.text == TOKENIZER.decode(sample.token_ids)
+    assert any(sample.text.startswith(" ") for sample in behind.samples)
+
+
+def test_a_stop_string_with_a_space_ends_a_sample_that_begins_with_it() -> None:
+    first_a_space = {"logit_bias": {SPACE: 100, A: 99}, "frequency_penalty": 2, "temperature": 0}
+    with RolloutWorker(smallest(vocab_size=len(TOKENIZER)), tokenizer=TOKENIZER) as worker:
+        params = SamplingParams(max_tokens=4, stop=" a", ignore_eos=True, **first_a_space)
+        (sample,) = worker.generate([[1, C]], params)[0].samples
+    assert sample.token_ids == [SPACE, A]
+    assert (sample.finish_reason, sample.stop_reason, sample.text) == ("stop", " a", "")
 
 
 def test_a_whole_character_beside_an_incomplete_one_is_not_lost() -> None:

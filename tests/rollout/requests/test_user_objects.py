@@ -77,7 +77,7 @@ def test_a_tokenizer_that_fails_at_the_end_of_a_sample(make_worker: MakeWorker) 
     """A tokenizer may fail at the end of a sample: at the last token the text that was held back is decoded once more,
     outside of any search.
     """
-    calls = iter(["\ufffd"] * 3)
+    calls = iter(["\ufffd"] * 4)
 
     class Late:
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -103,6 +103,20 @@ def test_a_text_that_can_not_be_decoded_is_named_without_stop_strings_too(make_w
     with pytest.raises(TokenizerError, match="raised ZeroDivisionError") as caught:
         worker.generate([[1]], SamplingParams(max_tokens=2))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("stop", [None, "\N{SNOWMAN}"])
+def test_a_prompt_that_can_not_be_decoded_fails_no_sample(
+    make_worker: MakeWorker, oracle: Oracle, stop: str | None
+) -> None:
+    """A prompt that can not be decoded, as by a tokenizer that does not know the token that sequences begin with, fails
+    no sample.
+    """
+    ids = oracle([1], 0, 5)
+    assert 1 not in ids
+    worker, _ = make_worker(tokenizer=FaultyTokenizer({1}, raising(KeyError(1))))
+    (sample,) = worker.generate([[1]], SamplingParams(max_tokens=5, stop=stop))[0].samples
+    assert (sample.token_ids, sample.text) == (ids, "".join(map(chr, ids)))
 
 
 class Raising(logging.Handler):

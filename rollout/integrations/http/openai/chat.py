@@ -90,7 +90,7 @@ class _Chat:
     async def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer."""
         answer = self._head("chat.completion")
-        read = await apart(lambda: [self._read(sample) for sample in output.samples], num_tokens([output]))
+        read = await apart(lambda: [self._read(output, sample) for sample in output.samples], num_tokens([output]))
         for sample, (parsed, _) in zip(output.samples, read, strict=True):
             self._note(output, sample, parsed)
         answer["choices"] = [choice for _, choice in read]
@@ -99,12 +99,12 @@ class _Chat:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
 
-    def _read(self, sample: SampleOutput) -> tuple[Parsed, dict[str, Any]]:
+    def _read(self, output: RequestOutput, sample: SampleOutput) -> tuple[Parsed, dict[str, Any]]:
         """Return what a sample says, and the choice that says it."""
         parsed = (
-            Parsed(whole_text(self._tokenizer, sample))
+            Parsed(whole_text(self._tokenizer, sample, output.prompt_token_ids))
             if self._reading is None
-            else self._reading.read(sample, self._tokenizer)
+            else self._reading.read(sample, self._tokenizer, output.prompt_token_ids)
         )
         return parsed, self._choice(sample, parsed)
 
@@ -164,12 +164,11 @@ class _Chat:
         yield DONE
 
     def _message(self) -> _GrowingMessage:
-        params = self._job.params
-        end_ids = self._service.end_ids(params)
-        if self._reading is None:
-            return _GrowingMessage(SampleText(self._tokenizer, params.stop_strings, end_ids), None)
-        text = SampleText(self._reading.tokenizer or self._tokenizer, params.stop_strings, end_ids)
-        return _GrowingMessage(text, self._reading.parser())
+        params, reads = self._job.params, self._reading
+        tokenizer = self._tokenizer if reads is None else reads.tokenizer or self._tokenizer
+        prompt = self._job.prompts[0].token_ids
+        text = SampleText(tokenizer, params.stop_strings, self._service.end_ids(params), prompt)
+        return _GrowingMessage(text, None if reads is None else reads.parser())
 
     def _piece(self, chunk: StreamChunk, delta: dict[str, Any], message: _GrowingMessage) -> dict[str, Any]:
         called = chunk.finish_reason == "stop" and message.whole.calls

@@ -78,7 +78,7 @@ class _Completion:
         asked, tokenizer = self._asked, self._service.model.tokenizer
         scored = asked.max_tokens == 0
         finish = "length" if scored and sample.finish_reason != "abort" else sample.finish_reason
-        text = "" if scored or tokenizer is None else whole_text(tokenizer, sample)
+        text = "" if scored or tokenizer is None else whole_text(tokenizer, sample, output.prompt_token_ids)
         choice: dict[str, Any] = {
             "index": index,
             "text": before + text,
@@ -118,7 +118,8 @@ class _Completion:
                 piece = ""
                 if service.model.tokenizer is not None:
                     if index not in texts:
-                        texts[index] = SampleText(service.model.tokenizer, params.stop_strings, end_ids)
+                        prompt = job.prompts[number].token_ids
+                        texts[index] = SampleText(service.model.tokenizer, params.stop_strings, end_ids, prompt)
                     piece = texts[index].push(chunk)
                 began = index in offsets
                 if not began:

@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-* The pieces of a stream are, joined, the text of the same sample that is not streamed.
+* The pieces of a stream are, joined, the text of the same sample that is not streamed. It goes on from that of its
+  prompt: a space between them is in it.
 * The token that ended a sample is not in its text; a stop string, and all behind it, neither. What may be the begin of
   one is held back.
 * Special tokens are in no text, but where a reader of calls needs them.
@@ -17,24 +18,24 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from samebit.rollout.outputs import SampleOutput, StreamChunk
-from samebit.rollout.requests.stop_strings import StopStringMatcher, place_of, text_of
+from samebit.rollout.requests.stop_strings import Ids, StopStringMatcher, place_of, text_of
 from samebit.rollout.requests.tokenizer import Tokenizer
 
 
-def whole_text(tokenizer: Tokenizer, sample: SampleOutput) -> str:
+def whole_text(tokenizer: Tokenizer, sample: SampleOutput, prompt: Ids) -> str:
     """Return the text of a sample that has ended, also of one from a worker without a tokenizer."""
     if sample.text is not None:
         return sample.text
     ended = ended_by(sample, sample.token_ids) is not None
-    return text_of(tokenizer, sample.token_ids[:-1] if ended else sample.token_ids)
+    return text_of(tokenizer, sample.token_ids[:-1] if ended else sample.token_ids, prompt)
 
 
-def text_by(tokenizer: Tokenizer, sample: SampleOutput) -> str:
+def text_by(tokenizer: Tokenizer, sample: SampleOutput, prompt: Ids) -> str:
     """Return the text of a sample that has ended as another tokenizer than the worker's has it."""
     if not isinstance(sample.stop_reason, str):
-        return whole_text(tokenizer, replace(sample, text=None))
+        return whole_text(tokenizer, replace(sample, text=None), prompt)
     last = StreamChunk(sample.index, sample.token_ids, sample.logprobs, True, sample.finish_reason, sample.stop_reason)
-    return SampleText(tokenizer, (), frozenset()).push(last)
+    return SampleText(tokenizer, (), frozenset(), prompt).push(last)
 
 
 def ended_by(ended: SampleOutput | StreamChunk, token_ids: list[int]) -> int | None:
@@ -62,16 +63,16 @@ class KeepingSpecial:
 
 
 class SampleText:
-    """Makes the pieces of one sample's text. `end_ids`: tokens that may end it.
+    """Makes the pieces of one sample's text. `end_ids`: tokens that may end it. prompt: what it goes on from.
 
     Attributes:
         ended_by: the token that ended the sample, None before and if none did.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], end_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], end_ids: frozenset[int], prompt: Ids = ()) -> None:
         self._stops = stops
         self._end_ids = end_ids
-        self._matcher = StopStringMatcher(tokenizer, stops)
+        self._matcher = StopStringMatcher(tokenizer, stops, prompt)
         self._held: list[int] = []
         self._sent = 0
         self.ended_by: int | None = None

@@ -29,6 +29,7 @@ from samebit.rollout.integrations.http.openai.sample_text import (
     whole_text,
 )
 from samebit.rollout.outputs import SampleOutput
+from samebit.rollout.requests.stop_strings import Ids
 from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -147,10 +148,11 @@ class Reading:
     tokenizer: Tokenizer | None
     parser: Callable[[], ToolParser]
 
-    def read(self, sample: SampleOutput, own: Tokenizer) -> Parsed:
-        """Return what a sample that has ended says. own: the tokenizer of its own text."""
+    def read(self, sample: SampleOutput, own: Tokenizer, prompt: Ids) -> Parsed:
+        """Return what a sample that has ended says. own: the tokenizer of its own text. prompt: what it answers."""
         parser = self.parser()
-        text = whole_text(own, sample) if self.tokenizer is None else text_by(self.tokenizer, sample)
+        other = self.tokenizer
+        text = whole_text(own, sample, prompt) if other is None else text_by(other, sample, prompt)
         first = parser.push(text)
         return first.then(parser.finish(ended_by(sample, sample.token_ids)))
 

@@ -137,7 +137,7 @@ class _Generation:
                 "weight_versions": self._service.versions.spans(sample.weight_versions),
             }
             if self._tokenizer is not None:
-                choice["text"] = whole_text(self._tokenizer, sample)
+                choice["text"] = whole_text(self._tokenizer, sample, output.prompt_token_ids)
             choices.append(choice)
         answer = {**self._head, "choices": choices, "usage": usage([output]), "prompt_logprobs": self._prompt(output)}
         if self._asked.return_token_ids:
@@ -205,6 +205,6 @@ class _Generation:
     def _stream_texts(self) -> list[SampleText] | None:
         if self._tokenizer is None:
             return None
-        params = self._job.params
+        params, prompt = self._job.params, self._asked.token_ids
         end_ids = self._service.end_ids(params)
-        return [SampleText(self._tokenizer, params.stop_strings, end_ids) for _ in range(params.n)]
+        return [SampleText(self._tokenizer, params.stop_strings, end_ids, prompt) for _ in range(params.n)]
