@@ -292,7 +292,9 @@ def test_an_answer_that_has_ended_is_continued_before_its_end(served: Served) ->
 
 
 def test_an_answer_is_continued_again_and_again_from_its_ids(served: Served) -> None:
-    """And the user's next turn goes on from all of them, where each continuation was appended to the answer."""
+    """An answer is continued again, and the user's next turn goes on from all of its ids, where each continuation was
+    appended to the answer.
+    """
     a, b = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b"])
 
     def turn(messages: list[ChatCompletionMessageParam], **more: object) -> list[int]:
