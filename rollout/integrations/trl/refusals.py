@@ -34,6 +34,13 @@ _REFUSED = {
 }
 """Lists options that are refused where they are set, and why."""
 
+_BF16 = ("bf16=True, TRL's default", "pass bf16=False")
+_BF16_OF_LAUNCHER = (
+    "ACCELERATE_MIXED_PRECISION=bf16, which `accelerate launch` sets by its option or config file",
+    "set it to no",
+)
+"""Tell where mixed precision comes from, and how it is switched off."""
+
 
 def check_arguments(args: Any) -> None:
     """Raise for the options of TRL's config that do not go with samebit.
@@ -93,11 +100,13 @@ def check_model(trainer: Any, model: nn.Module) -> None:
     """
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" not in name}
     found = []
-    if trainer.args.bf16 and dtypes != {torch.bfloat16}:
+    # Accelerate's, not `args.bf16`: its launcher says so by the environment. (It refuses fp16 itself on a CPU.)
+    if trainer.accelerator.mixed_precision == "bf16" and dtypes != {torch.bfloat16}:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        given, otherwise = _BF16 if trainer.args.bf16 else _BF16_OF_LAUNCHER
         found.append(
-            f"bf16=True, TRL's default, with parameters of {names} (autocast does not reach a bound model: pass "
-            "bf16=False, or load the model in bfloat16 with model_init_kwargs={'dtype': 'bfloat16'})"
+            f"{given}, with parameters of {names} (autocast does not reach a bound model: {otherwise}, or load the "
+            "model in bfloat16 with model_init_kwargs={'dtype': 'bfloat16'})"
         )
     if trainer.accelerator.num_processes > 1:
         found.append(f"{trainer.accelerator.num_processes} processes (one)")

@@ -279,6 +279,16 @@ def test_options_are_refused_by_name(name: str, folder: Path, tmp_path: Path) ->
         trainer(GRPOTrainer, folder, tmp_path, REFUSED[name])
 
 
+def test_mixed_precision_of_a_launcher_is_refused_by_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `bf16=True` is, which it stands for: with a model in float32."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION=bf16, .* with parameters of torch\.float32"):
+        trainer(GRPOTrainer, folder, tmp_path)
+    trainer(GRPOTrainer, folder, tmp_path, {"model_init_kwargs": {"dtype": "bfloat16"}})
+
+
 @pytest.mark.parametrize(
     "adapter", [{"use_dora": True}, {"lora_dropout": 0.1}, {"bias": "all"}], ids=lambda given: str(given)
 )
