@@ -1,6 +1,7 @@
 """Define TRL's GRPO and RLOO trainers with samebit as generator and as the trainer's log-probabilities.
 
-They are subclasses: what TRL does stays TRL's. Three of its methods are taken over, and the model's fused forward.
+They are subclasses: what TRL does stays TRL's. Three of its methods are taken over, and the model's fused forward; what
+a resumed training would lack is added to two more.
 
 Invariants
 ----------
@@ -8,18 +9,22 @@ Invariants
 * Every sampled token whose log-probability TRL computes under the weights that it was sampled under is compared with
   the worker's number, bit by bit (`agreement`).
 * What is not exact is refused by name in the constructor.
+* A resumed training goes on with the weights and the prompts of the run, in any epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
 from torch import nn
+from torch.utils.data import Sampler
 
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.config import RolloutConfig
@@ -27,7 +32,7 @@ from samebit.rollout.integrations.trl.agreement import Agreement
 from samebit.rollout.integrations.trl.fused_forward import give_scores, own_forward
 from samebit.rollout.integrations.trl.refusals import check_arguments, check_model
 from samebit.rollout.integrations.trl.sampling import sampled, sampling_params
-from samebit.rollout.integrations.trl.updates import TellOfSteps
+from samebit.rollout.integrations.trl.updates import TellOfSteps, load_adapter_beside_others
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -126,6 +131,13 @@ class _SamebitRollouts(_Trainer):
         logs.update(self.agreement.take_metrics(training=self.model.training))
         super().log(logs, start_time)
 
+    def _get_train_sampler(self, *given: Any, **options: Any) -> Sampler[int]:
+        return _ByEpoch(super()._get_train_sampler(*given, **options))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)
+        load_adapter_beside_others(self.model, Path(resume_from_checkpoint))
+
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the worker's log-probabilities of a batch ``[B, C]``, and which tokens have one."""
         raise NotImplementedError
@@ -175,6 +187,32 @@ class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor | None:
         return self._computed[0]  # TRL computes the policy's before the reference model's
+
+
+class _ByEpoch(Sampler[int]):
+    """Gives each epoch the order that TRL's sampler gives it in an unbroken run.
+
+    That sampler draws an order at each pass, and counts none: one that is made in the third epoch begins with the order
+    of the first.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch of the next pass; accelerate calls this."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._sampler.shuffle:
+            generator = self._sampler.generator.manual_seed(self._sampler.seed)
+            for _ in range(self._epoch):
+                torch.randperm(self._sampler.num_samples, generator=generator)
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 def _whole_batch(config: RolloutConfig, given: RolloutConfig | None, args: Any) -> RolloutConfig:
