@@ -51,3 +51,18 @@ def test_a_pin_is_for_the_pythons_that_take_it(name: str) -> None:
         if found is not None and is_asked_for(pin, python) and f"{python}.99" not in found
     ]
     assert not refused
+
+
+def brought_along(extra: str, python: str) -> set[str]:
+    """The packages that an extra asks for itself on this Python, or by other extras."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [one for one in map(Requirement, given[extra]) if is_asked_for(one, python)]
+    others = [brought_along(name, python) for one in asked if one.name == "samebit" for name in one.extras]
+    return {one.name for one in asked if one.name != "samebit"}.union(*others)
+
+
+@pytest.mark.parametrize("python", allowed_pythons())
+def test_what_prompts_are_read_with_comes_with_the_recipes(python: str) -> None:
+    """Also where there is no TRL, which brings some of it."""
+    assert brought_along("recipes", python) >= {"datasets", "pyarrow", "reasoning-gym"}
