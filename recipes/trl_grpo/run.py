@@ -5,6 +5,7 @@ What a script of TRL's needs for this: the trainer's import from samebit, `bf16=
 """
 
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
+from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer  # before trl: this says what is missing
 
 # isort: split
 import argparse
@@ -28,7 +29,6 @@ from samebit.recipes.problem import MARKER, reward
 from samebit.recipes.prompts import Style
 from samebit.recipes.trl_grpo.task import AnswerReward, Task, built_in, of_user
 from samebit.rollout import RolloutWorker, SamplingParams
-from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
 from samebit.rollout.requests.stopping import known_end_tokens
 
 TRAINERS = ("grpo", "rloo", "async")
@@ -66,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{agreement.differing} of {agreement.compared:,} tokens differ; metrics.jsonl and policy/ are in {given.out}",
         highlight=False,
     )
-    if agreement.differing or not agreement.compared:
-        sys.exit("error: rollout and trainer differ, or nothing was compared")
+    if agreement.differing:
+        sys.exit("error: rollout and trainer differ")
+    if not agreement.compared:
+        sys.exit("error: nothing was compared: no step was trained, or none on samples of its own weights")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,10 +110,17 @@ def _task(given: argparse.Namespace) -> Task:
 
 
 def build(task: Task, given: argparse.Namespace) -> Any:
-    """Return the trainer that was asked for."""
+    """Return the trainer that was asked for.
+
+    Raises:
+        ValueError: sizes of a step that do not go together, or with the prompts that there are, by name.
+    """
     samples = given.prompts * given.samples
     if samples % given.micro_batch:
         raise ValueError(f"--micro-batch {given.micro_batch} does not divide {samples}, the samples of a step")
+    left = len(task.problems.training)
+    if given.trainer != "async" and left < given.prompts:  # TRL leaves out a step that is not full, and so all
+        raise ValueError(f"--prompts {given.prompts}: {left} are left for training of {given.data or 'chain_sum'}")
     options: dict[str, Any] = {
         "output_dir": str(given.out / "checkpoints"),
         "max_steps": given.steps,

@@ -1,6 +1,7 @@
 """The recipe for TRL makes a step of each trainer on a user's model, and refuses what it can not train."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from samebit.recipes.trl_grpo import run
 from samebit.recipes.trl_grpo.task import AnswerReward
 from samebit.recipes.verl_grpo import task as verl_task
 from samebit.recipes.verl_grpo.task import TEMPLATE
+
+from .. import forks
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,8 @@ def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Pat
     ("more", "message"),
     [
         (["--micro-batch", "3"], "--micro-batch 3 does not divide 8"),
+        (["--prompts", "9"], r"--prompts 9: 8 are left for training of .*sums\.jsonl"),
+        (["--prompts", "9", "--trainer", "rloo"], "--prompts 9: 8 are left for training of"),
         (["--trainer", "async", "--beta", "0.1"], "no reference model"),
         (["--answer-after", ""], "--answer-after must not be empty"),
         (["--answer-after", "1"], "row 1: no completion could earn the answer '1', which ends with '1'"),
@@ -117,6 +122,28 @@ def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Pat
 def test_what_is_wrong_is_said(more: list[str], message: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=message):
         run.main(arguments(model, tmp_path, *more))
+
+
+def test_a_run_that_is_finished_says_that_nothing_was_compared(model: Path, tmp_path: Path) -> None:
+    """Behind a checkpoint at the end of an epoch; transformers takes a step more behind others."""
+    given = arguments(model, tmp_path, "--prompts", "8", "--save-every", "1")
+    run.main(given)
+    with pytest.raises(SystemExit, match="nothing was compared: no step was trained"):
+        run.main([*given, "--resume", str(tmp_path / "checkpoints" / "checkpoint-1")])
+
+
+def test_without_trl_it_says_what_is_missing() -> None:
+    script = Path(run.__file__)
+    lines = [
+        "import importlib.metadata, runpy, sys",
+        "def none(name): raise importlib.metadata.PackageNotFoundError(name)",
+        "importlib.metadata.version = none",
+        "sys.modules['trl'] = None",
+        f"runpy.run_path({str(script)!r}, run_name='__main__')",
+    ]
+    ended = subprocess.run([*forks.python(), "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "ImportError: samebit.rollout.integrations.trl needs TRL 1.16.x: " in ended.stderr
 
 
 def test_data_needs_a_model_and_the_model_a_chat_template(model: Path, tmp_path: Path) -> None:
