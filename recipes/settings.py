@@ -76,7 +76,7 @@ class Settings:
     warmup_loss: float = option(0.05, "smoothed loss at which these steps end")
     warmup_mixed: int = option(90, "supervised steps after that, three in four answers direct")
 
-    kv_cache_gb: float = option(0.5, "memory of the worker's KV cache")
+    kv_cache_gb: float = option(0.5, "GiB of the worker's KV cache; a large model needs more")
     max_num_seqs: int = option(512, "samples that decode together")
     max_num_batched_tokens: int = option(4096, "tokens in one engine step")
 
