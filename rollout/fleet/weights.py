@@ -19,6 +19,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,7 +54,7 @@ class FleetWeights:
         self._turn = threading.Lock()
         self._settling = asyncio.Lock()  # on the loop: held for as long as replicas have an update in their hands
         self._timeout = crew.options.sync_timeout
-        self._manner: dict[str, Any] = {}
+        self._manner = UpdateOptions()
         self.version = max(member.state.weight_version for member in crew.members.values())
         crew.catch_up = self.catch_up
 
@@ -102,7 +103,7 @@ class FleetWeights:
             version = self.version + 1 if asked.version is None else asked.version
             if version <= self.version:
                 raise ValueError(f"version must be above the current one ({self.version}), got {version}")
-            return _told(self._everywhere(source, {**vars(asked), "version": version}))
+            return _told(self._everywhere(source, replace(asked, version=version)))
 
     async def _catch_up(self, member: Member) -> None:
         if member.state.weight_version == self.version:
@@ -116,7 +117,8 @@ class FleetWeights:
             try:
                 offer = await self._answered(giver, "offer_weights", self._timeout)
                 link = BroadcastGroup(offer.host, offer.port, 1, 2, self._timeout)
-                await self._answered(member, "receive_weights", link, version=self.version, **self._manner)
+                asked = replace(self._manner, version=self.version)
+                await self._answered(member, "receive_weights", link, **vars(asked))
             except Exception as error:  # boundary: another may have them
                 logger.warning("replica %s did not get its weights from %s: %s", name, giver.name, error)
                 continue
@@ -124,14 +126,14 @@ class FleetWeights:
             return
         logger.warning("replica %s takes no requests: %s, and no other can give them now", name, why)
 
-    def _everywhere(self, source: object, options: dict[str, Any]) -> Outcomes:
+    def _everywhere(self, source: object, asked: UpdateOptions) -> Outcomes:
         """Give the weights to all. A broadcast that a death has broken is made again, if the source can be read twice;
         what each replica said last is returned."""
         while True:
-            members = self._takers(partial=options["partial"])
+            members = self._takers(partial=asked.partial)
             if isinstance(source, str | Path):
-                return self._crew.background.wait(self._give(dict.fromkeys(members, str(source)), options))
-            outcomes = self._broadcast(source, members, options)
+                return self._crew.background.wait(self._give(dict.fromkeys(members, str(source)), asked))
+            outcomes = self._broadcast(source, members, asked)
             died = any(isinstance(one, WorkerLostError) for one in outcomes.values())
             taken = any(isinstance(one, SyncReport) for one in outcomes.values())
             if taken or not died or isinstance(source, WeightStream):
@@ -156,13 +158,13 @@ class FleetWeights:
             )
         return having
 
-    def _broadcast(self, source: object, members: list[Member], options: dict[str, Any]) -> Outcomes:
+    def _broadcast(self, source: object, members: list[Member], asked: UpdateOptions) -> Outcomes:
         store, size = listening_store(self._host), len(members) + 1
         links = {
             member: BroadcastGroup(self._host, store.port, rank, size, self._timeout)
             for rank, member in enumerate(members, 1)
         }
-        giving = self._crew.background.spawn(self._give(links, options))
+        giving = self._crew.background.spawn(self._give(links, asked))
         broken: Exception | None = None
         try:
             group = gloo_group(store, 0, size, timeout=self._timeout)
@@ -172,7 +174,7 @@ class FleetWeights:
             broken = error  # a replica's own error says more
         outcomes = giving.result()
         if broken is not None and all(isinstance(one, SyncReport) for one in outcomes.values()):
-            logger.warning("version %d is on all replicas, but its sender gave up: %s", options["version"], broken)
+            logger.warning("version %d is on all replicas, but its sender gave up: %s", asked.version, broken)
         return outcomes
 
     async def _settled(self) -> None:
@@ -180,24 +182,24 @@ class FleetWeights:
         async with self._settling:
             pass
 
-    async def _give(self, sources: Mapping[Member, object], options: dict[str, Any]) -> Outcomes:
+    async def _give(self, sources: Mapping[Member, object], asked: UpdateOptions) -> Outcomes:
         """Let replicas take an update, and wait for what comes of it. From when one has it, it is the fleet's."""
         async with self._settling:
-            taking = [self._take(member, source, options) for member, source in sources.items()]
+            taking = [self._take(member, source, asked) for member, source in sources.items()]
             outcomes = dict(zip(sources, await asyncio.gather(*taking, return_exceptions=True), strict=True))
             if any(isinstance(one, SyncReport) for one in outcomes.values()):
-                self._settle(outcomes, options)
+                self._settle(outcomes, asked)
             return outcomes
 
-    async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
+    async def _take(self, member: Member, source: object, asked: UpdateOptions) -> SyncReport:
         life = member.incarnation
         try:
-            report: SyncReport = await self._answered(member, "receive_weights", source, **options)
+            report: SyncReport = await self._answered(member, "receive_weights", source, **vars(asked))
         except WorkerLostError as error:
             await self._crew.lose(member, life, error)
             raise
         finally:
-            self._compare(options["version"])
+            self._compare(asked)
         return report
 
     async def _answered(self, member: Member, name: str, *args: Any, **options: Any) -> Any:
@@ -220,19 +222,20 @@ class FleetWeights:
             call.cancel()
         return call.result()
 
-    def _compare(self, version: int) -> None:
+    def _compare(self, asked: UpdateOptions) -> None:
         """Let those without the newest weights wait for them, once one has them."""
-        if any(member.state.weight_version == version for member in self._crew.living()):
+        if any(member.state.weight_version == asked.version for member in self._crew.living()):
             for member in self._crew.living():
-                if member.state.weight_version == version:
+                if member.state.weight_version == asked.version:
                     self._crew.router.reopen(member.name, BEHIND)
                 else:
-                    why = f"its weights are of version {member.state.weight_version}, not {version}"
+                    why = f"its weights are of version {member.state.weight_version}, not {asked.version}"
                     self._crew.router.close(member.name, BEHIND, why)
 
-    def _settle(self, outcomes: Outcomes, options: dict[str, Any]) -> None:
+    def _settle(self, outcomes: Outcomes, asked: UpdateOptions) -> None:
         """Note the new version; those that failed where others did not, or were not asked, are brought up to date."""
-        self.version, self._manner = options["version"], {name: options[name] for name in ("in_flight", "verify")}
+        assert asked.version is not None  # from `_receive`, which has chosen it
+        self.version, self._manner = asked.version, UpdateOptions(in_flight=asked.in_flight, verify=asked.verify)
         for member in self._crew.living():
             outcome = outcomes.get(member, "it came late, or lacked the version before")
             if not isinstance(outcome, SyncReport | WorkerLostError):
