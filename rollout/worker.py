@@ -32,8 +32,8 @@ from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
 from samebit.rollout.control.weights.transaction import (
-    Member,
     WeightUpdate,
+    WeightUser,
     check_update_args,
     transaction,
     weight_update,
@@ -84,7 +84,7 @@ class RolloutWorker(Closing):
         return worker
 
     def _begin(self, parts: WorkerParts) -> None:
-        known: list[Member] = parts.weights.users.in_order()
+        known: list[WeightUser] = parts.weights.users.in_order()
         for other in known:
             other.thread.check_thread()
         engine = parts.engine
@@ -99,13 +99,13 @@ class RolloutWorker(Closing):
         self._thread = GenerationThread(engine, self._status, parts.threads)
         weakref.finalize(self, self._thread.request_stop)
         self._sleep = Sleep(engine, parts.weights.memory, self._status)
-        self._member = Member(self._thread, parts.weights)
+        self._weight_user = WeightUser(self._thread, parts.weights)
         self._adapters = WorkerAdapters(parts.adapters, self._thread, parts.weights, self._links)
         self._join(known)
 
-    def _join(self, known: list[Member]) -> None:
+    def _join(self, known: list[WeightUser]) -> None:
         """Take part in the updates of these weights; one that began before this worker was known ends first."""
-        self._weights.users.join(self._member)
+        self._weights.users.join(self._weight_user)
         for other in known:
             other.thread.wait_a_turn()
         self._engine.watch.accept()
@@ -221,7 +221,7 @@ class RolloutWorker(Closing):
         version = self.weight_version if self._status.incomplete is None else None
 
         def write(update: PreparedUpdate, gate: Gate) -> SyncReport:
-            with transaction(self._member, asked.version, asked.in_flight, gate, update.base_version) as written:
+            with transaction(self._weight_user, asked.version, asked.in_flight, gate, update.base_version) as written:
                 report = self._weights.write(update, written.version, verify=asked.verify)
                 written.complete = not asked.partial
             return report
@@ -250,7 +250,7 @@ class RolloutWorker(Closing):
         """
         check_update_args(version, in_flight)
         self._need_shared("weight_update()")
-        return self._thread.hold(lambda gate: weight_update(self._member, version, in_flight, gate))
+        return self._thread.hold(lambda gate: weight_update(self._weight_user, version, in_flight, gate))
 
     def _accept_in_place(self, asked: UpdateOptions) -> SyncReport:
         self._need_shared("receive_weights() without a source")
@@ -260,7 +260,7 @@ class RolloutWorker(Closing):
         began = time.monotonic()
 
         def accept(gate: Gate) -> SyncReport:
-            with transaction(self._member, asked.version, asked.in_flight, gate) as written:
+            with transaction(self._weight_user, asked.version, asked.in_flight, gate) as written:
                 if self._status.incomplete is not None:
                     self._weights.check_finite()
                 written.complete = True
@@ -385,7 +385,7 @@ class RolloutWorker(Closing):
         self._thread.check_thread()
         self._links.close()
         self._thread.close()
-        self._weights.users.leave(self._member)
+        self._weights.users.leave(self._weight_user)
         self._thread.shelter(self._release_memory)
 
     def _release_memory(self, gate: Gate) -> None:

@@ -202,7 +202,7 @@ class PromptScores:
 
 
 @dataclass(slots=True, eq=False)
-class Ending:
+class SampleEnding:
     """Says how a sample ended: `reason` is None until then, and written last.
 
     routed_experts: which experts computed each position, if it was asked for.
@@ -255,7 +255,7 @@ class Sequence:
         self.kv = KVHistory()
         self.sampled = SampledTokens(room, params, tokenizer, request.prompt)
         self.prompt_scores = PromptScores.of(params, length) if sample_index == 0 else None
-        self.ending = Ending()
+        self.ending = SampleEnding()
 
     @property
     def params(self) -> SamplingParams:

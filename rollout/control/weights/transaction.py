@@ -30,7 +30,7 @@ MOST_VERSION = (1 << 63) - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class WeightUser:
     """Stands for one worker in updates of weights that several workers may share."""
 
     thread: GenerationThread
@@ -70,7 +70,7 @@ class Transaction:
 
 @contextmanager
 def transaction(
-    member: Member, version: int | None, in_flight: str, gate: Gate, base: int | None = None
+    user: WeightUser, version: int | None, in_flight: str, gate: Gate, base: int | None = None
 ) -> Iterator[Transaction]:
     """Let all workers on these weights stand still for the block of an update. In a shelter; waits at `gate`.
 
@@ -79,14 +79,14 @@ def transaction(
     Raises:
         SyncBrokenError: the weights are the base no more; nothing was written.
     """
-    member.thread.check_thread()
+    user.thread.check_thread()
     with ExitStack() as stack:
-        held = _hold_all(member, in_flight, gate, stack)
-        if "weights" in member.status.sleeping:
+        held = _hold_all(user, in_flight, gate, stack)
+        if "weights" in user.status.sleeping:
             raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
         if base is not None:
-            _check_base(base, member)
-        update = Transaction(_next_version(version, member.thread.engine.weight_version))
+            _check_base(base, user)
+        update = Transaction(_next_version(version, user.thread.engine.weight_version))
         for one in held:
             one.preempt_or_abort(in_flight)
         try:
@@ -98,38 +98,38 @@ def transaction(
             for one in held:
                 one.break_off(reason, error)
             raise
-        member.take_new_weights(update.version, complete=update.complete)
-        for other in (one for one in held if one is not member):
+        user.take_new_weights(update.version, complete=update.complete)
+        for other in (one for one in held if one is not user):
             other.weights.accept()
             other.take_new_weights(other.thread.engine.weight_version + 1, complete=update.complete)
 
 
-def _hold_all(member: Member, in_flight: str, gate: Gate, stack: ExitStack) -> list[Member]:
+def _hold_all(user: WeightUser, in_flight: str, gate: Gate, stack: ExitStack) -> list[WeightUser]:
     """Let all workers on the weights of one stand still until the end; one may come while others are waited for."""
-    users, holds = member.weights.users, dict[Member, bool]()
-    while new := [user for user in users.in_order() if user not in holds]:
-        holds |= {user: _hold(user, member, in_flight, gate, stack) for user in new}
-    member.status.check_usable()  # one that is not among them was closed before
-    return [user for user, held in holds.items() if held]
+    users, holds = user.weights.users, dict[WeightUser, bool]()
+    while new := [one for one in users.in_order() if one not in holds]:
+        holds |= {one: _hold(one, user, in_flight, gate, stack) for one in new}
+    user.status.check_usable()  # one that is not among them was closed before
+    return [one for one, held in holds.items() if held]
 
 
-def _hold(user: Member, member: Member, in_flight: str, gate: Gate, stack: ExitStack) -> bool:
-    """Let a worker stand still until the end; False where another than `member` has ended, and needs no new weights."""
-    thread = user.thread
+def _hold(one: WeightUser, user: WeightUser, in_flight: str, gate: Gate, stack: ExitStack) -> bool:
+    """Let a worker stand still until the end; False where another than `user` has ended, and needs no new weights."""
+    thread = one.thread
     try:
         hold = thread.drained_command if in_flight == "wait" else thread.command
         stack.enter_context(hold(gate))
-        thread.share_block(member.thread)
+        thread.share_block(user.thread)
     except WorkerStateError:
-        if user is member or not thread.status.ended:
+        if one is user or not thread.status.ended:
             raise
         return False
     return True
 
 
-def _check_base(base: int, member: Member) -> None:
+def _check_base(base: int, user: WeightUser) -> None:
     """Check that the weights are still those of a delta that was agreed to before the lock was there."""
-    now, incomplete = member.thread.engine.weight_version, member.status.incomplete
+    now, incomplete = user.thread.engine.weight_version, user.status.incomplete
     if now == base and incomplete is None:
         return
     why = f"version {base} -> {now}" if incomplete is None else incomplete
@@ -152,15 +152,15 @@ class WeightUpdate:
 
 
 @contextmanager
-def weight_update(member: Member, version: int | None, in_flight: str, gate: Gate) -> Iterator[WeightUpdate]:
+def weight_update(user: WeightUser, version: int | None, in_flight: str, gate: Gate) -> Iterator[WeightUpdate]:
     """Let the trainer change shared parameters in the block, as a `transaction`."""
-    if member.status.incomplete is not None:
-        member.status.check_accepts_requests()
+    if user.status.incomplete is not None:
+        user.status.check_accepts_requests()
     began = time.monotonic()
     update = WeightUpdate()
-    with transaction(member, version, in_flight, gate) as written:
+    with transaction(user, version, in_flight, gate) as written:
         yield update
-        update.report = member.weights.accept_in_place(written.version, time.monotonic() - began)
+        update.report = user.weights.accept_in_place(written.version, time.monotonic() - began)
 
 
 def check_update_args(version: object, in_flight: object) -> None:
