@@ -2,7 +2,7 @@
 
 A file holds one operation: it checks, and it is the one place where autograd meets the operation. What computes is the
 table of the tensor's device (`dispatch`); nothing else here imports `samebit.kernels.cpu` or `samebit.kernels.triton`.
-All import `samebit.kernels.layout`; above lies `samebit.kernels.binding`.
+All import `samebit.kernels.layout`. Above lies `samebit.kernels.binding`.
 
 The way through: `linear`, then `attention`, which takes `norm` and `rope` in, then `logprobs` and `sampling`;
 `activation`; `conv` of recurrent layers, `ssd` of Mamba layers. `score_arguments` checks what a caller says of a score,

@@ -5,6 +5,6 @@ sequences out as trainers do, and `workers` configures who is compared; on these
 `recurrent_states`, `choices`, `adapters` and `weight_updates` (with its `sending_process`) make some rows each. `speed`
 is `samebit bench`.
 
-Imports the `worker` and, of what it is made of, `config`, `adapters`, `control`, `memory`, `models` and `runner`;
+Imports the `worker` and, of what it is made of, `config`, `adapters`, `control`, `memory` and `models`;
 `samebit.kernels` and `samebit.weight_sync`.
 """

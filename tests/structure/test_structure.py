@@ -148,19 +148,25 @@ def test_every_folder_says_what_lives_there() -> None:
 
 
 def test_every_room_says_what_it_imports_and_names_what_is_in_it(imports: list[Import]) -> None:
-    """Each room, a folder of more than two, names what is in it and the folders outside of it that it imports from."""
+    """Each room, a folder of more than two, names what is in it and the folders outside of it that it imports from, and
+    nothing that neither its modules import nor those of the rooms inside.
+    """
     files = module_files()
+    names = {part for name in files for part in name.split(".")}
     pairs = {(_folder(found.source, files), _folder(found.target, files)) for found in imports}
     unsaid = {}
     for room, parts in _rooms(files).items():
         docstring = ast.get_docstring(ast.parse(files[room].read_text())) or ""
-        words = {word for quoted in re.findall("`([^`]+)`", docstring) for word in re.split(r"\W+", quoted)}
+        words = _quoted(docstring)
         ways = {_way(room, target) for source, target in pairs if source == room}
         missing = parts - words
         missing |= {".".join(way) for way in ways if way and not words.intersection(way)}
         missing |= set() if re.search(r"\bimport", docstring, re.IGNORECASE) else {"imports"}
-        if missing:
-            unsaid[room] = sorted(missing)
+        reached = {x.target for x in imports if _within(x.source, room) and not _within(x.target, room)}
+        known = {part for module in (room, *reached) for part in module.split(".")}
+        vain = _said_to_be_imported(docstring) & names - known
+        if missing or vain:
+            unsaid[room] = [*sorted(missing), *(f"{word} (said in vain)" for word in sorted(vain))]
     assert not unsaid
 
 
@@ -224,6 +230,18 @@ def _rooms(files: dict[str, Path]) -> dict[str, set[str]]:
         parts.setdefault(room, set()).add(part)
     scripts = {f"samebit.{package}" for package in SCRIPTS}
     return {room: held for room, held in parts.items() if len(held) > 2 and room not in {"samebit", *scripts}}
+
+
+def _quoted(text: str) -> set[str]:
+    """Return the words between backticks."""
+    return {word for quoted in re.findall("`([^`]+)`", text) for word in re.split(r"\W+", quoted)}
+
+
+def _said_to_be_imported(docstring: str) -> set[str]:
+    """Return the words between backticks that follow "imports" in a sentence, up to what it says of no import."""
+    behind = r"\bimports?\b(.+?)(?:\.\s|$|\b(?:nothing|none|no|knows?|but)\b)"
+    said = re.findall(behind, docstring, flags=re.IGNORECASE | re.DOTALL)
+    return set[str]().union(*map(_quoted, said))
 
 
 def _folder(module: str, files: dict[str, Path]) -> str:

@@ -1,6 +1,6 @@
 """Serve OpenAI's endpoints: `routes` first, then `completions` and `chat`.
 
 What may be asked is in `requests`, `prompts` and `sampling`; what is answered in `answers`, `logprobs` and
-`sample_text`; what a conversation needs in `tools` and `sessions`. Imports the modules of `http`, `requests` and
-`control` of `samebit.rollout`, and outputs and parameters.
+`sample_text`; what a conversation needs in `tools` and `sessions`. Imports the modules of `http`, and of
+`samebit.rollout` the `requests`, outputs and parameters.
 """
