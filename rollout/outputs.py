@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from samebit.rollout.requests.request import Request, RequestEvent, Sequence
+from samebit.rollout.requests.request import Request, RequestEvent, Sequence, TopLogprobs
 from samebit.rollout.requests.stop_strings import text_of
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.requests.version_history import Span
@@ -68,7 +68,7 @@ class RequestOutput:
     samples: list[SampleOutput]
     num_cached_tokens: int
     prompt_logprobs: list[float | None] | None
-    prompt_top_logprobs: list[dict[int, float] | None] | None
+    prompt_top_logprobs: TopLogprobs | None
     events: list[RequestEvent]
     adapter: str | None = None
     adapter_version: int | None = None

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointMoves
-from samebit.rollout.requests.request import Sequence
+from samebit.rollout.requests.request import Sequence, TopLogprobs
 
 SCORED_BYTES = 128 << 20
 """The float32 logits of all prompt tokens that a step scores take at most this many bytes; but one is always scored,
@@ -78,7 +78,7 @@ class PromptLogprobs:
     sequence: Sequence
     start: int
     logprobs: npt.NDArray[np.float32]
-    top: list[dict[int, float] | None] | None = None
+    top: TopLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class StepResult:
     logprobs: npt.NDArray[np.float32]
     raw_logprobs: npt.NDArray[np.float32]
     finite: npt.NDArray[np.bool_]
-    top_logprobs: list[dict[int, float] | None] | None = None
+    top_logprobs: TopLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 

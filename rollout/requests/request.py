@@ -31,6 +31,8 @@ from samebit.rollout.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+TopLogprobs = list[dict[int, float] | None]
+"""Has the log-probabilities of the likeliest tokens by their ids, an entry a position; None where there are none."""
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
@@ -182,7 +184,7 @@ class PromptScores:
     still `wanted`."""
 
     logprobs: FloatArray
-    top_logprobs: list[dict[int, float] | None] | None
+    top_logprobs: TopLogprobs | None
     wanted: bool
 
     @classmethod
@@ -192,7 +194,7 @@ class PromptScores:
             return None
         return cls(np.zeros(length, np.float32), [None] * length if params.prompt_logprobs else None, length > 1)
 
-    def add(self, start: int, logprobs: FloatArray, top: list[dict[int, float] | None] | None) -> None:
+    def add(self, start: int, logprobs: FloatArray, top: TopLogprobs | None) -> None:
         """Keep the scores of the tokens from `start` on; those of the prompt's last token come last."""
         end = start + len(logprobs)
         self.logprobs[start:end] = logprobs

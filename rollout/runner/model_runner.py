@@ -28,7 +28,8 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.engine.step_plan import PromptLogprobs, StepInFlight, StepPlan, StepResult
 from samebit.rollout.memory.shape import Memory, MemoryShape
 from samebit.rollout.runner.forward import forward_for
-from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
+from samebit.rollout.runner.likely_tokens import most_likely
+from samebit.rollout.runner.sampler import Draws, Sampler
 from samebit.rollout.runner.step_inputs import Ints, PromptPiece, step_inputs
 
 

@@ -21,13 +21,13 @@ import torch
 from samebit.kernels.layout.options import Filters
 from samebit.kernels.layout.transfer import Arrival, indices
 from samebit.kernels.ops import sampling as kernels
-from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
+from samebit.kernels.ops.logprobs import logprobs_of_rows
 from samebit.rollout.engine.step_plan import StepResult
-from samebit.rollout.requests.request import Sequence
+from samebit.rollout.requests.request import Sequence, TopLogprobs
+from samebit.rollout.runner.likely_tokens import rows_by_count, top_logprobs
 from samebit.rollout.runner.seen_tokens import SeenTokens, seen_by
 from samebit.rollout.sampling_params import SamplingParams
 
-TopLogprobs = list[dict[int, float] | None]
 Words = npt.NDArray[np.uint32]
 Positions = npt.NDArray[np.int64]
 
@@ -35,12 +35,6 @@ _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
 
 _WORD = 0xFFFFFFFF
-
-_PART = 128
-"""Tokens of the vocabulary, whose likeliest is looked at first."""
-
-_MOST_PLACES = 1 << 24
-"""Limits how many tokens of all rows are put in order at once, as numbers of eight bytes."""
 
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
@@ -127,7 +121,7 @@ class _Streams:
     def part(self, at: slice) -> _Streams:
         """Return it of some of the sequences; what they draw from, `DrawInputs.part` has."""
         some = self.sequences[at]
-        return replace(self, sequences=some, processed=_to_process(some), likely=_by_count(some))
+        return replace(self, sequences=some, processed=_to_process(some), likely=rows_by_count(some))
 
 
 class Sampler:
@@ -163,7 +157,7 @@ class Sampler:
             greedy=0 in temperatures,
             scaled=not {0, 1}.issuperset(temperatures),
             processed=_to_process(sequences),
-            likely=_by_count(sequences),
+            likely=rows_by_count(sequences),
             seen=seen_by(sequences, {} if self._last is None else self._last.seen),
         )  # fmt: skip
 
@@ -207,7 +201,7 @@ class Sampler:
             report_at = torch.where(report_at == 0, 1.0, report_at)
         kept = _process(logits, streams, positions)
         tokens, found = self._sample(logits, inputs, report_at, streams.scaled, kept)
-        top = _top_logprobs(logits, tokens, found[1], report_at, streams.likely) if streams.likely else None
+        top = top_logprobs(logits, tokens, found[1], report_at, streams.likely) if streams.likely else None
         return tokens, found, top
 
     def _sample(
@@ -251,75 +245,6 @@ def _to_process(sequences: list[Sequence]) -> list[int]:
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Compute what most engines report (``exact=False``)."""
     return torch.log_softmax(logits / temperatures[:, None], dim=-1).gather(1, tokens[:, None])[:, 0]
-
-
-def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int) -> TopLogprobs:
-    """Return the ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities.
-
-    Of those that are equally likely the lower ids come first, and stay.
-    """
-    scores = log_softmax(logits, temperatures)
-    count = min(count, scores.shape[1])
-    at_once = max(1, _MOST_PLACES // (_PART * (count + 1)))
-    best = torch.cat([_largest(rows, count) for rows in scores.split(at_once)])
-    own = scores.gather(1, tokens[:, None])[:, 0]
-    on_host = (part.tolist() for part in (best, scores.gather(1, best), tokens, own))
-    rows: TopLogprobs = []
-    for ids, values, token, score in zip(*on_host, strict=True):
-        entry = dict(zip(ids, values, strict=True))
-        entry.setdefault(token, score)
-        rows.append(entry)
-    return rows
-
-
-def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places of the largest of each row, ``[R, count]``: they lie in the parts with the largest peaks, or
-    behind the last whole part. (`torch.topk` of whole rows copies them, on the CPU, and says nothing about ties.)"""
-    vocab = scores.shape[1]
-    parts = vocab // _PART
-    ids = torch.arange(vocab, device=scores.device)
-    peaks = scores[:, : parts * _PART].unflatten(1, (parts, _PART)).amax(2)
-    best = _order(peaks, ids[:parts]).topk(min(count, parts), dim=1).indices
-    inside = (best[:, :, None] * _PART + ids[:_PART]).flatten(1)
-    left = torch.cat([inside, ids[parts * _PART :].expand(len(scores), -1)], dim=1)
-    return left.gather(1, _order(scores.gather(1, left), left).topk(count, dim=1).indices)
-
-
-def _order(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 numbers in the order of the scores, and of ties from the higher id to the lower; no two are equal.
-
-    The bits of a float32, of which those of a negative one are turned round, are in its order.
-    """
-    bits = scores.view(torch.int32)
-    return ((bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32) - ids
-
-
-def _by_count(sequences: list[Sequence]) -> dict[int, list[int]]:
-    """Return the rows that ask for likely tokens, by how many they ask for."""
-    found: dict[int, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        if sequence.params.logprobs is not None:
-            found.setdefault(sequence.params.logprobs, []).append(row)
-    return found
-
-
-def _top_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, temperatures: torch.Tensor,
-    likely: dict[int, list[int]],
-) -> TopLogprobs:  # fmt: skip
-    """Find them for all rows at once that ask for as many; ``scores``: of the tokens, which is all that 0 asks for."""
-    result: TopLogprobs = [None] * len(logits)
-    at: slice | torch.Tensor
-    found: TopLogprobs
-    for count, rows in likely.items():
-        at = slice(None) if len(rows) == len(logits) else indices(np.array(rows, np.int64), logits.device)
-        if count:
-            found = most_likely(logits[at], tokens[at], temperatures[at], count)
-        else:
-            found = [{token: score} for token, score in zip(tokens[at].tolist(), scores[at].tolist(), strict=True)]
-        for row, entry in zip(rows, found, strict=True):
-            result[row] = entry
-    return result
 
 
 def _process(logits: torch.Tensor, streams: _Streams, positions: Positions) -> _Kept | None:

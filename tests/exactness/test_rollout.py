@@ -15,8 +15,8 @@ from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
 from samebit.kernels.ops.sampling import add_bias, penalize_counts, penalize_repetition
 from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.engine import step_plan
-from samebit.rollout.runner import sampler
-from samebit.rollout.runner.sampler import most_likely
+from samebit.rollout.runner import likely_tokens, sampler
+from samebit.rollout.runner.likely_tokens import most_likely
 
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, reported, run, tokens_of
@@ -317,7 +317,7 @@ def test_likely_tokens_are_looked_for_at_once_and_are_those_of_each_request_alon
         rows.append(len(logits))
         return log_softmax(logits, temperatures)
 
-    monkeypatch.setattr(sampler, "log_softmax", spied)
+    monkeypatch.setattr(likely_tokens, "log_softmax", spied)
     together, stats = run(model, PROMPTS, params)
     assert rows == [3, 2] * int(stats["steps"])
     assert_same_samples(together, alone)

@@ -20,6 +20,7 @@ from samebit.rollout.integrations.http.openai.sample_text import SampleText, who
 from samebit.rollout.integrations.http.openai.sampling import of_completion
 from samebit.rollout.integrations.http.service import Asked, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
+from samebit.rollout.requests.request import TopLogprobs
 
 
 async def complete(service: Service, asked: CompletionRequest, request: Request) -> Response:
@@ -95,7 +96,7 @@ class _Completion:
     def _logprobs(self, output: RequestOutput, sample: SampleOutput, scored: bool) -> dict[str, Any]:
         ids = [] if scored else sample.token_ids
         values: list[float | None] = [] if scored else [*sample.logprobs]
-        none: list[dict[int, float] | None] = [None]
+        none: TopLogprobs = [None]
         top = [] if scored else [*(sample.top_logprobs or none * len(ids))]
         if self._asked.echo and output.prompt_logprobs is not None:
             ids = output.prompt_token_ids + ids
