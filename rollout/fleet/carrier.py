@@ -21,7 +21,7 @@ from samebit.rollout.fleet.adapters import is_known, named_as_asked
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.places import Ticket
-from samebit.rollout.fleet.port import Streamed
+from samebit.rollout.fleet.port import Command, Streamed
 from samebit.rollout.fleet.router import Prompt
 from samebit.rollout.guard import contained
 from samebit.rollout.sampling_params import SamplingParams
@@ -161,7 +161,7 @@ class Carrier:
             self._crew.background.keep(self._tell(running, "follow"))
         return True
 
-    async def _tell(self, running: Running, what: str) -> None:
+    async def _tell(self, running: Running, what: Command) -> None:
         """Tell the replica that runs a request, unless it has ended, a command; a dead replica is passed over."""
         if self._of(running.handle) is None:
             return

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from samebit.rollout.errors import AdapterError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.options import FleetOptions
-from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState, Streamed, Wanted
+from samebit.rollout.fleet.port import Command, Feed, Introduction, ReplicaPort, ReplicaState, Streamed, Wanted
 from samebit.rollout.fleet.router import Router
 from samebit.rollout.requests.ending import Ending
 from samebit.rollout.stats import at_rest
@@ -143,7 +143,7 @@ class Crew:
         """Return the replicas that are not known to be dead."""
         return [member for member in self.members.values() if member.alive]
 
-    def command(self, name: str, *args: Any, **options: Any) -> list[Any]:
+    def command(self, name: Command, *args: Any, **options: Any) -> list[Any]:
         """Call a method of all living replicas at once, and wait. Raises the first error of one that lives."""
         return self.background.wait(self.command_all(name, *args, **options))
 
@@ -180,7 +180,7 @@ class Crew:
         except WorkerLostError as error:
             await self.lose(member, life, error)
 
-    async def call(self, member: Member, name: str, *args: Any, **options: Any) -> Any:
+    async def call(self, member: Member, name: Command, *args: Any, **options: Any) -> Any:
         """Call a method of a replica, and bring up to date what is known of it. Raises what the method raises.
 
         Raises:
@@ -194,7 +194,7 @@ class Crew:
         await self.refresh(member)
         return answer
 
-    async def command_all(self, name: str, *args: Any, **options: Any) -> list[Any]:
+    async def command_all(self, name: Command, *args: Any, **options: Any) -> list[Any]:
         """Do as `command`. All have answered when it returns or raises."""
 
         async def one(member: Member) -> Any:

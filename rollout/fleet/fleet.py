@@ -30,7 +30,7 @@ from samebit.rollout.fleet.carrier import Carrier
 from samebit.rollout.fleet.crew import Crew, Doing, in_turn
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
-from samebit.rollout.fleet.port import ReplicaPort, Wanted
+from samebit.rollout.fleet.port import Command, ReplicaPort, Wanted
 from samebit.rollout.fleet.router import Prompt
 from samebit.rollout.fleet.weights import FleetWeights
 from samebit.rollout.guard import contained
@@ -313,7 +313,7 @@ class Fleet(Closing):
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _change(self, change: Callable[[Wanted], Wanted], name: str, *args: Any) -> None:
+    def _change(self, change: Callable[[Wanted], Wanted], name: Command, *args: Any) -> None:
         """Bring all replicas to another state by a command, or to the one before."""
         with self._turn:
             before = self._crew.wanted

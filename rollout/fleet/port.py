@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from samebit.rollout.outputs import RequestOutput, StreamChunk
 from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
@@ -12,6 +12,12 @@ from samebit.rollout.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from samebit.rollout.adapters.loading import AdapterKeywords
+
+Command = Literal[
+    "adapters", "cancel", "follow", "forget_adapter", "load_adapter", "offer_weights", "pause", "receive_weights",
+    "reset_prefix_cache", "resume", "sleep", "state", "stats", "wake_up",
+]  # fmt: skip
+"""Names the methods of `ReplicaSide` that a front calls by `ReplicaPort.command`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class ReplicaPort(Protocol):
 
     async def snapshot(self) -> CacheSnapshot: ...
 
-    async def command(self, name: str, *args: Any, **options: Any) -> Any:
+    async def command(self, name: Command, *args: Any, **options: Any) -> Any:
         """Call a method of `ReplicaSide` by its name."""
         ...
 

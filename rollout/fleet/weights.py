@@ -27,6 +27,7 @@ from torch import nn
 
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.crew import BEHIND, Crew, Member, heard, in_turn
+from samebit.rollout.fleet.port import Command
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -202,7 +203,7 @@ class FleetWeights:
             self._compare(asked)
         return report
 
-    async def _answered(self, member: Member, name: str, *args: Any, **options: Any) -> Any:
+    async def _answered(self, member: Member, name: Command, *args: Any, **options: Any) -> Any:
         """Call a method of a replica, and wait for as long as that says how it is: it may let requests finish first.
 
         Raises:

@@ -20,7 +20,7 @@ from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
-from samebit.rollout.fleet.port import Feed, Introduction
+from samebit.rollout.fleet.port import Command, Feed, Introduction
 from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.ray.actor import RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
@@ -71,7 +71,7 @@ class RayPort:
         snapshot: CacheSnapshot = await wait_for_async(self.actor.snapshot.remote())
         return snapshot
 
-    async def command(self, name: str, *args: Any, **options: Any) -> Any:
+    async def command(self, name: Command, *args: Any, **options: Any) -> Any:
         return await wait_for_async(getattr(self.actor, name).remote(*args, **options))
 
     async def stop(self) -> None:

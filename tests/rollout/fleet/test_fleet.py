@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import sys
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from samebit.rollout import (
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
+from samebit.rollout.fleet.port import Command
+from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.weight_sync import WeightMismatchError, gloo_group
@@ -476,6 +479,10 @@ def test_a_replica_that_fails_where_others_do_not_gets_the_weights_from_them(tmp
         local.fleet.receive_weights(tmp_path)
         wait_until(lambda: side.rollout.weight_version == 1 and all(local.fleet.replicas.values()))
         assert torch.equal(side.rollout.module.proj.weight, new.proj.weight)
+
+
+def test_a_replica_has_a_method_for_each_command() -> None:
+    assert all(inspect.iscoroutinefunction(getattr(ReplicaSide, name)) for name in get_args(Command))
 
 
 def test_commands_reach_all() -> None:
