@@ -53,7 +53,6 @@ class Carrier:
         self._listeners: tuple[Callable[[], None], ...] = ()
         self.resubmitted = 0
         self.lost = 0
-        crew.on_tokens = self._feed
 
     def send(self, request_id: str | None, prompt: list[int], params: SamplingParams, asked: Prompt) -> FleetHandle:
         """Choose a replica for a request, and send it there. request_id: None for one that no request has.
@@ -80,9 +79,9 @@ class Carrier:
             raise
         return handle
 
-    def abort(self, request_ids: str | list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> None:
         """End these requests with what they have; those that have ended already stay so."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+        for request_id in request_ids:
             running = self._running.get(request_id)
             if running is not None:
                 self._abort(running)
@@ -117,6 +116,17 @@ class Carrier:
         self._crew.background.spawn(self._tell(running, "cancel"))
 
     # -- on the loop -------------------------------------------------------------------------------
+
+    def feed(self, tokens: list[Streamed]) -> None:
+        """Hand new tokens to the requests that they are of, and tell who listens."""
+        for request_id, run, chunks in tokens:
+            running = self._running.get(request_id)
+            if running is not None and running.run == run:
+                running.handle.feed(chunks)
+        if tokens:
+            for listener in self._listeners:
+                with contained("a listener of the feeds"):
+                    listener()
 
     async def _run(self, running: Running) -> None:
         """Run a request to its end."""
@@ -170,16 +180,6 @@ class Carrier:
                 await running.member.port.command(what, running.run)
             except WorkerLostError:
                 return
-
-    def _feed(self, tokens: list[Streamed]) -> None:
-        for request_id, run, chunks in tokens:
-            running = self._running.get(request_id)
-            if running is not None and running.run == run:
-                running.handle.feed(chunks)
-        if tokens:
-            for listener in self._listeners:
-                with contained("a listener of the feeds"):
-                    listener()
 
     def _end(self, running: Running, error: Exception) -> None:
         self._forget(running, computed=False)

@@ -119,8 +119,6 @@ class Crew:
         self.wanted = Wanted()
         self.members: dict[str, Member] = {}
         self.restarts = 0
-        self.catch_up: Callable[[Member], Coroutine[Any, Any, None]]
-        self.on_tokens: Callable[[list[Streamed]], None]
         self._start = start
         self._limit = limit
         self.background = Background("samebit-fleet")
@@ -133,8 +131,17 @@ class Crew:
 
     # -- calls from other threads ------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Listen to all replicas, and let them take requests."""
+    def begin(
+        self,
+        catch_up: Callable[[Member], Coroutine[Any, Any, None]],
+        on_tokens: Callable[[list[Streamed]], None],
+    ) -> None:
+        """Listen to all replicas, and let them take requests.
+
+        catch_up: gives a replica that was started again the fleet's weights. on_tokens: takes those that come, on the
+        loop.
+        """
+        self.catch_up, self.on_tokens = catch_up, on_tokens
         for member in self.members.values():
             self.router.add(member.name, self._limit)
             self.background.wait(self._listen_to(member))

@@ -93,7 +93,7 @@ class Fleet(Closing):
             self._carrier = Carrier(self._crew)
             self._weights = FleetWeights(self._crew, host)
             self._adapters = FleetAdapters(self._crew, told.adapters)
-            self._crew.begin()
+            self._crew.begin(self._weights.catch_up, self._carrier.feed)
         except BaseException:
             self._crew.close()
             raise

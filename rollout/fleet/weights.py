@@ -57,7 +57,6 @@ class FleetWeights:
         self._timeout = crew.options.sync_timeout
         self._manner = UpdateOptions()
         self.version = max(member.state.weight_version for member in crew.members.values())
-        crew.catch_up = self.catch_up
 
     def receive(self, source: object, given: Mapping[str, Any]) -> SyncReport:
         """Take new weights, in the caller's thread: reading them may be a collective.
