@@ -22,8 +22,8 @@ from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.rollout.fleet.options import RouterOptions
-from samebit.rollout.fleet.places import Ticket
-from samebit.rollout.fleet.router import Prompt, Router
+from samebit.rollout.fleet.routing.places import Ticket
+from samebit.rollout.fleet.routing.router import Prompt, Router
 from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.requests.block_digests import ChainHasher
 

@@ -20,9 +20,9 @@ from samebit.rollout.errors import RequestIdInUseError, WorkerLostError, WorkerS
 from samebit.rollout.fleet.adapters import is_known, named_as_asked
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
-from samebit.rollout.fleet.places import Ticket
 from samebit.rollout.fleet.port import Command, Streamed
-from samebit.rollout.fleet.router import Prompt
+from samebit.rollout.fleet.routing.places import Ticket
+from samebit.rollout.fleet.routing.router import Prompt
 from samebit.rollout.guard import contained
 from samebit.rollout.sampling_params import SamplingParams
 

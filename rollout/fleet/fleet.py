@@ -26,12 +26,13 @@ from samebit.rollout.control.sleep import check_sleep, check_tags
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
+from samebit.rollout.fleet.background import Doing, in_turn
 from samebit.rollout.fleet.carrier import Carrier
-from samebit.rollout.fleet.crew import Crew, Doing, in_turn
+from samebit.rollout.fleet.crew import Crew
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Command, ReplicaPort, Wanted
-from samebit.rollout.fleet.router import Prompt
+from samebit.rollout.fleet.routing.router import Prompt
 from samebit.rollout.fleet.weights import FleetWeights
 from samebit.rollout.guard import contained
 from samebit.rollout.keys.digest_key import DigestKey

@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import BEHIND, Crew, Member, heard, in_turn
+from samebit.rollout.fleet.background import heard, in_turn
+from samebit.rollout.fleet.crew import BEHIND, Crew, Member
 from samebit.rollout.fleet.port import Command
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.crew import Doing, Member
+from samebit.rollout.fleet.background import Doing
+from samebit.rollout.fleet.crew import Member
 from samebit.rollout.fleet.port import Feed
 
 from ...patience import HANG, wait_until

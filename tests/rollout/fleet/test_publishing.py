@@ -13,7 +13,7 @@ import pytest
 
 from samebit.rollout import RolloutConfig, SamplingParams
 from samebit.rollout.cache import build_cache
-from samebit.rollout.fleet.router import Router
+from samebit.rollout.fleet.routing.router import Router
 from samebit.rollout.keys.digest_key import DigestKey, handed_over
 from samebit.rollout.publishing.journal import CacheJournal
 from samebit.rollout.requests.block_digests import ChainHasher

@@ -6,7 +6,7 @@ import pytest
 
 from samebit.rollout import NoReplicaError
 from samebit.rollout.fleet.options import FleetOptions, RouterOptions
-from samebit.rollout.fleet.router import Prompt, Router
+from samebit.rollout.fleet.routing.router import Prompt, Router
 from samebit.rollout.publishing.journal import CacheJournal, CacheNews, CacheSnapshot
 
 BLOCK = 16

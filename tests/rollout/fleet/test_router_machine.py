@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from samebit.rollout.fleet.options import RouterOptions
-from samebit.rollout.fleet.places import Ticket
-from samebit.rollout.fleet.router import Prompt, Router
+from samebit.rollout.fleet.routing.places import Ticket
+from samebit.rollout.fleet.routing.router import Prompt, Router
 from samebit.rollout.publishing.journal import CacheJournal, CacheNews, CacheSnapshot
 
 NAMES = ("a", "b")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from samebit.rollout.errors import NoReplicaError
 from samebit.rollout.fleet.options import RouterOptions
-from samebit.rollout.fleet.places import Groups, Place, SessionPlaces, Ticket
-from samebit.rollout.fleet.shadow import Room, Shadow
+from samebit.rollout.fleet.routing.places import Groups, Place, SessionPlaces, Ticket
+from samebit.rollout.fleet.routing.shadow import Room, Shadow
 from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 
 LIGHT = 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from samebit.rollout.fleet.shadow import Shadow
+from samebit.rollout.fleet.routing.shadow import Shadow
 
 
 @dataclass(eq=False, slots=True)
