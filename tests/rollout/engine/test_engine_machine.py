@@ -1,4 +1,4 @@
-"""Random schedules against an oracle that computes each sample alone, with the prefix cache on and off."""
+"""Random schedules give what an oracle gives that computes each sample alone, with the prefix cache on and off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "75"))
 
 
 class Watch:
-    """Weights that somebody may write to without telling the engine."""
+    """Stands for weights that somebody may write to without telling the engine."""
 
     written = False
 
@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 50), sample=st.integers(0, 3), keep=st.integers(1, MAX_LEN), new=st.integers(1, 9))
     def next_turn(self, pick: int, sample: int, keep: int, new: int) -> None:
-        """A prompt that goes on behind what an earlier request has sampled."""
+        """Add a prompt that goes on behind what an earlier request has sampled."""
         if not self.added:
             return
         request = list(self.added.values())[pick % len(self.added)]
@@ -151,7 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(recompute=st.booleans())
     def update_weights(self, recompute: bool) -> None:
-        """Running requests go on with the KV they have, or compute it again."""
+        """Change the weights; running requests go on with the KV they have, or compute it again."""
         self._take(self.engine.settle())
         if recompute:
             self.engine.preempt_all()
@@ -160,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(during=st.booleans())
     def write_weights_untold(self, during: bool) -> None:
-        """Noticed before the next step, or when it is to be committed."""
+        """Write to the weights; it is noticed before the next step, or when that is to be committed."""
         if during:
             self.engine.runner.meanwhile = self.watch.write
         else:
@@ -196,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._check_entries(scheduler.running)
 
     def _check_place(self, sequence: Sequence, running: bool) -> None:
-        """Each unfinished sequence runs, waits, follows, or stands behind a sibling; in exactly one place."""
+        """Check that each unfinished sequence runs, waits, follows, or stands behind a sibling: one of these."""
         cache, scheduler = self.engine.cache, self.engine.scheduler
         siblings = [s for other in sequence.request.sequences for s in other.schedule.siblings]
         follows = isinstance(cache, PrefixCache) and sequence in cache.leaders
@@ -208,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert (sequence.slot, sequence.num_computed) == (-1, 0)
 
     def _check_entries(self, running: list[Sequence]) -> None:
-        """What can be hit holds the tokens that the index says; a block has one digest at most."""
+        """Check that what can be hit holds the tokens that the index says; a block has one digest at most."""
         cache = self.engine.cache
         if not isinstance(cache, PrefixCache):
             return
@@ -224,7 +224,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._check_checkpoints(cache)
 
     def _check_checkpoints(self, cache: PrefixCache) -> None:
-        """A checkpoint holds the tokens up to the end of its block."""
+        """Check that a checkpoint holds the tokens up to the end of its block."""
         saved = {checkpoint for _, checkpoint in cache.checkpoints.moves.saves}
         for block, checkpoint in cache.checkpoints.by_block.items():
             assert block in cache.index.by_block
@@ -270,7 +270,7 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
     make_request: Callable[..., Request],
     oracle: Callable[..., list[int]],
 ) -> None:
-    """Each case is a schedule of up to `STEPS` operations."""
+    """Any schedule of up to `STEPS` operations gives the tokens of the oracle."""
 
     class Machine(EngineMachine):
         pass
