@@ -125,7 +125,9 @@ def test_what_is_wrong_is_said(more: list[str], message: str, model: Path, tmp_p
 
 
 def test_a_run_that_is_finished_says_that_nothing_was_compared(model: Path, tmp_path: Path) -> None:
-    """Behind a checkpoint at the end of an epoch; transformers takes a step more behind others."""
+    """A finished run that is resumed says that nothing was compared, behind a checkpoint at the end of an epoch:
+    transformers takes a step more behind others.
+    """
     given = arguments(model, tmp_path, "--prompts", "8", "--save-every", "1")
     run.main(given)
     with pytest.raises(SystemExit, match="nothing was compared: no step was trained"):

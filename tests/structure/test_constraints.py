@@ -64,5 +64,5 @@ def brought_along(extra: str, python: str) -> set[str]:
 
 @pytest.mark.parametrize("python", allowed_pythons())
 def test_what_prompts_are_read_with_comes_with_the_recipes(python: str) -> None:
-    """Also where there is no TRL, which brings some of it."""
+    """The recipes' extra brings what prompts are read with, also where there is no TRL, which brings some of it."""
     assert brought_along("recipes", python) >= {"datasets", "pyarrow", "reasoning-gym"}

@@ -87,7 +87,7 @@ def first_choices(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("prompt", ["the", [THE], [THE, END]])
 def test_a_prompt_and_its_completion_are_the_text_of_their_tokens(ask: Ask, prompt: str | list[int]) -> None:
-    """As in vLLM: where a word begins there is a space between them."""
+    """A prompt and its completion are, joined, the text of their tokens, as in vLLM: a word begins with a space."""
     for echo in ({}, {"echo": True}):
         whole, *pieces = first_choices(ask("/v1/completions", {"prompt": prompt, "max_tokens": 2, **echo}))
         assert whole["text"] == "".join(piece["text"] for piece in pieces) == ("the the the" if echo else " the the")

@@ -282,7 +282,7 @@ def test_options_are_refused_by_name(name: str, folder: Path, tmp_path: Path) ->
 def test_mixed_precision_of_a_launcher_is_refused_by_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `bf16=True` is, which it stands for: with a model in float32."""
+    """A launcher's bf16 with a model in float32 is refused, as `bf16=True` is, which it stands for."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION=bf16, .* with parameters of torch\.float32"):
         trainer(GRPOTrainer, folder, tmp_path)

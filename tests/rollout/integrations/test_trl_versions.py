@@ -1,4 +1,4 @@
-"""Which TRL the trainers are for, and what is said where there is none."""
+"""The trainers say which TRL they are for, where there is none or another one."""
 
 from __future__ import annotations
 
