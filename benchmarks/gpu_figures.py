@@ -179,7 +179,8 @@ def control(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figur
         yield Figure("sleep and wake_up, kv_cache", seconds(nap, device, sizes.repeats) * 1e3, "ms")
         if device == "cuda":
             worker.sleep(["kv_cache"])
-            kept = torch.cuda.memory_reserved() - sum(part.nbytes for part in model.state_dict().values())
+            weights = sum(part.nbytes for part in (*model.parameters(), *model.buffers()))  # tied ones once
+            kept = torch.cuda.memory_reserved() - weights
             yield Figure("reserved memory beyond the weights while kv_cache sleeps", kept / 2**30, "GiB")
 
 

@@ -40,6 +40,7 @@ from samebit.benchmarks.rounds import limited
 from samebit.benchmarks.rounds import machine_noise as neighbours
 from samebit.benchmarks.rounds import turns as alternate
 from samebit.benchmarks.workloads import models, workload
+from samebit.kernels import bind
 
 from ..campaign import long
 from ..patience import HANG
@@ -306,6 +307,20 @@ def test_gpu_measures_a_model_on_the_cpu_too(tmp_path: Path, capsys: pytest.Capt
     assert list(written["metrics"]) == list(report.figures), "written as they came"
     with pytest.raises(ValueError, match="part 'decoding'; allowed: exactness, decode"):
         gpu.measured(gpu.Item("tiny", "decoding"), TINY, sizes, "cpu")
+
+
+def test_what_stays_reserved_is_beyond_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with a stand-in for the allocator of a GPU: it holds a head that is the embedding once."""
+    sizes = gpu_measure.Sizes((1,), prompt=8, training=(2, 8), new_tokens=3, prefill_rows=16, max_model_len=128,
+                              repeats=1)  # fmt: skip
+    model, worker_of = bind(models.build(TINY, torch.float32, 128)), gpu_measure.worker_of
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    storages = {part.data_ptr(): part.nbytes for part in (*model.state_dict().values(), *model.buffers())}
+    monkeypatch.setattr(gpu_measure, "worker_of", lambda model, sizes, count, device: worker_of(model, sizes, 4, "cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: sum(storages.values()) + 2**30)
+    *_, reserved = gpu_measure.control(model, sizes, "cuda")
+    assert (reserved.name, reserved.value) == ("reserved memory beyond the weights while kv_cache sleeps", 1.0)
 
 
 def test_gpu_begins_with_what_matters_most() -> None:
