@@ -5,6 +5,9 @@ import torch
 
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding.trainer.training import token_scores
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.options import DeltaOptions
+from samebit.kernels.ops.delta.rule import delta_rule
 
 from ..exactness.families import make_model, token_ids
 
@@ -50,4 +53,26 @@ def test_defaults_change_no_bit(name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_gradients_by_channel_are_not_of_tf32() -> None:
+    """They are torch's operations, in whose float32 products a trainer may turn it on."""
+    options, device = DeltaOptions(0, 64, 4, 4, 64, 64, by_channel=True), torch.device("cuda")
+    context = training_context(tuple(IDS.shape), None, None, device)
+    rows = IDS.numel()
+    given = torch.randn(rows, options.width), -torch.rand(rows, options.decays), torch.rand(rows, 4)
+    upstream = torch.randn(rows, options.inner, device=device)
+
+    def gradients() -> list[torch.Tensor]:
+        found = [part.to(device).requires_grad_() for part in given]
+        return list(torch.autograd.grad(delta_rule(*found, context, options), found, upstream))
+
+    before = torch.get_float32_matmul_precision()
+    expected = gradients()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = gradients()
+    finally:
+        torch.set_float32_matmul_precision(before)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

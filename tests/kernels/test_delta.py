@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samebit.kernels.cpu.base import small_tiles
 from samebit.kernels.cpu.delta import panels
@@ -198,6 +200,46 @@ def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
     Layer(*mine).run(packed_context(lengths), case).backward(upstream)
     for found, wanted in zip(mine, exact, strict=True):
         assert_near(found.grad.to(dtype), wanted.grad, 8)  # bfloat16: its rounding in between
+
+
+class _Products(TorchDispatchMode):
+    """Notes which matrix products of float32 are torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        single = any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 for arg in args)
+        if single and (name.endswith("mm") or "solve" in name):
+            self.found.add(name)
+        return func(*args, **kwargs or {})
+
+
+def test_gradients_by_channel_do_not_depend_on_how_torch_multiplies() -> None:
+    """A trainer may let it multiply float32 in TF32; on a CPU, in bfloat16."""
+    case, lengths = Case(DeltaShape(2, 2, key_dim=64, value_dim=64, taps=3, by_channel=True), 16), (70, 70)
+    options, rows = case.options, sum(lengths)
+    torch.manual_seed(0)
+    given = torch.randn(rows, case.shape.conv_width), -torch.rand(rows, options.decays), torch.rand(rows, 2)
+    upstream, products = torch.randn(rows, case.shape.inner), _Products()
+
+    def gradients() -> list[torch.Tensor]:
+        found = leaves(*given)
+        with products:
+            delta_rule(*found, packed_context(lengths), options).backward(upstream)
+        return [one.grad for one in found]
+
+    before = torch.get_float32_matmul_precision()
+    expected = gradients()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = gradients()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not products.found
 
 
 def test_padding_rows_reach_no_gradient() -> None:

@@ -10,7 +10,11 @@ the running sum of the decay in it::
 
 Axes: z sequence, t and s tokens of a chunk, h head, n key size, p value size.
 
-Invariant: what padding rows hold, NaN too, enters no gradient, and theirs are zero.
+Invariants
+----------
+* What padding rows hold, NaN too, enters no gradient, and theirs are zero.
+* No product is torch's in float32, whose bits are those of a setting of the process: of TF32, say. They are in float64,
+  or element by element.
 """
 
 from dataclasses import dataclass
@@ -94,11 +98,17 @@ def _outputs(parts: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tens
     difference = (sums[:, :, None] - sums[:, None]).float()  # [z, t, s, h, n]
     kept = share_left(difference.masked_fill(~causal[:, :, None, None], -torch.inf))
     decayed = share_left(sums.float())
-    matches = torch.einsum("zthn,zshn,ztshn->zhts", k, k, kept).tril(-1)
-    system = beta.transpose(1, 2)[..., None] * matches
-    wanted = beta[..., None] * (v - torch.einsum("zthn,zhnp->zthp", k * decayed, state))
-    u = torch.linalg.solve_triangular(system, wanted.transpose(1, 2), upper=False, unitriangular=True)
-    asked = torch.einsum("zthn,zshn,ztshn->zhts", q, k, kept)
-    out = torch.einsum("zthn,zhnp->zthp", q * decayed, state) + (asked @ u).transpose(1, 2)
+    system = beta.transpose(1, 2)[..., None] * _matches(k, k, kept).tril(-1)
+    before = state.double()
+    read = (k * decayed).transpose(1, 2).double() @ before
+    wanted = beta.transpose(1, 2)[..., None] * (v.transpose(1, 2) - read)
+    u = torch.linalg.solve_triangular(system.double(), wanted, upper=False, unitriangular=True)
+    out = (q * decayed).transpose(1, 2).double() @ before + _matches(q, k, kept).double() @ u
     left = k * share_left((sums[:, -1:] - sums).float())
-    return out, decayed[:, -1, :, :, None] * state + torch.einsum("zshn,zhsp->zhnp", left, u)
+    after = decayed[:, -1, :, :, None] * before + left.permute(0, 2, 3, 1).double() @ u
+    return out.transpose(1, 2).float(), after.float()
+
+
+def _matches(asking: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return ``[z, h, t, s]``, how far each token of ``asking`` ``[z, t, h, n]`` matches each of ``keys``."""
+    return (asking[:, :, None] * keys[:, None] * kept).sum(-1).permute(0, 3, 1, 2)
