@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -53,16 +57,21 @@ def test_a_pin_is_for_the_pythons_that_take_it(name: str) -> None:
     assert not refused
 
 
-def brought_along(extra: str, python: str) -> set[str]:
-    """The packages that an extra asks for itself on this Python, or by other extras."""
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
-    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = [one for one in map(Requirement, given[extra]) if is_asked_for(one, python)]
-    others = [brought_along(name, python) for one in asked if one.name == "samebit" for name in one.extras]
-    return {one.name for one in asked if one.name != "samebit"}.union(*others)
-
-
 @pytest.mark.parametrize("python", allowed_pythons())
 def test_what_prompts_are_read_with_comes_with_the_recipes(python: str) -> None:
     """The recipes' extra brings what prompts are read with, also where there is no TRL, which brings some of it."""
     assert brought_along("recipes", python) >= {"datasets", "pyarrow", "reasoning-gym"}
+
+
+def test_a_lock_says_for_which_python_it_is() -> None:
+    """A lock names the Python that made it, whose wheels have the hashes."""
+    archive = {"archive_info": {"hashes": {"sha256": "0f"}}}
+    report = json.dumps({"install": [{"metadata": {"name": "A", "version": "1"}, "download_info": archive}]})
+    command = [sys.executable, str(ROOT / ".ci/lock")]
+    made = subprocess.run(command, input=report, check=True, text=True, stdout=subprocess.PIPE)
+    head, *lines = made.stdout.splitlines()
+    assert lines == ["a==1 --hash=sha256:0f"]
+    major, minor, _ = platform.python_version_tuple()
+    assert head.endswith(f", for {platform.python_implementation()} {major}.{minor} on Linux {platform.machine()}.")
+    committed = (ROOT / "requirements.lock").read_text().splitlines()[0]
+    assert re.sub(r"3\.\d+ on", "3 on", head) == re.sub(r"3\.\d+ on", "3 on", committed)
