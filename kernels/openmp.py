@@ -20,6 +20,7 @@ where processes share the cores, ten times the time. So the pool is started by `
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -39,6 +40,19 @@ _PAUSE_SOFT = 1
 def process_environment(num_threads: int) -> dict[str, str]:
     """Return what a process that computes with this count of threads needs in its environment before it loads torch."""
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+
+
+def require_linux() -> None:
+    """Refuse other systems: threads, their places and the memory that is left are looked after as on Linux alone.
+
+    Raises:
+        ImportError: this is another one.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ImportError(
+            f"samebit runs on Linux, on x86-64; this system is {sys.platform!r}: use a Linux machine, a virtual one or "
+            "a container of Linux"
+        )
 
 
 def load_openmp(load: Callable[[], object], copies: Callable[[], list[Path]]) -> None:
@@ -137,6 +151,7 @@ def _runtimes() -> tuple[ctypes.CDLL, ...]:
     return tuple(lib for lib in map(ctypes.CDLL, paths) if hasattr(lib, "omp_pause_resource_all"))
 
 
+require_linux()
 load_openmp(lambda: import_module("numba.np.ufunc.omppool"), _copies_of_torch)
 require_openmp()
 _threads_of_pool = ctypes.CFUNCTYPE(ctypes.c_int)(import_module("numba.np.ufunc.omppool").get_num_threads)

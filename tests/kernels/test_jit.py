@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,6 +209,13 @@ def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> Non
     asked.clear()
     with pytest.raises(ImportError, match=r"or let torch's copy stand in, .*LD_LIBRARY_PATH=~/.local/lib/gomp$"):
         openmp.load_openmp(lambda: found_at(9), lambda: copies)
+
+
+def test_another_system_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As samebit is imported, before a runtime is missed that is not for it."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ImportError, match="samebit runs on Linux, on x86-64; this system is 'darwin': use a Linux mac"):
+        runpy.run_path(openmp.__file__)
 
 
 def test_no_parallel_operation_of_the_trainer_holds_another_one() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import runpy
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from torch import nn
 
 from samebit.weight_sync import SyncBrokenError
+from samebit.weight_sync.transports import shared_buckets
 from samebit.weight_sync.transports.shared_buckets import SharedBuckets
 from samebit.weight_sync.transports.shared_memory import SharedFile
 
@@ -111,3 +114,11 @@ def test_open_files_that_nobody_asked_for_are_closed() -> None:
 def test_memory_that_the_machine_has_not_is_refused() -> None:
     with pytest.raises(OSError, match=r"no room for \d+ bytes of shared memory: \d+ bytes are available"):
         SharedBuckets.create(1 << 50)
+
+
+def test_another_system_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `fcntl` does not know the seals."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(fcntl, "F_SEAL_SHRINK")
+    with pytest.raises(ImportError, match=r"samebit\.weight_sync runs on Linux, .*; this system is 'darwin'"):
+        runpy.run_path(shared_buckets.__file__)

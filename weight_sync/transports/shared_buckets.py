@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import weakref
 from pathlib import Path
 
@@ -23,6 +24,12 @@ from samebit.weight_sync.digest import Bytes
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.transports.container import ROOT, memory_left
 from samebit.weight_sync.wire.buckets import check_bucket_bytes
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"samebit.weight_sync runs on Linux, which alone has sealed memory files; this system is {sys.platform!r}: use "
+        "a Linux machine, a virtual one or a container of Linux"
+    )
 
 NUM_BUCKETS = 2
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
