@@ -2,11 +2,16 @@
 
 import ctypes
 import math
+import threading
 
 import numpy as np
 import torch
 
 from samebit.kernels.layout.grids import CACHE_LINE
+
+WHOLE_GPU = threading.Lock()
+"""Is held while a CUDA graph is recorded, and by what may not meet a recording of another thread: whoever empties
+torch's cache of a GPU, where torch would then do nothing and not say so, or waits for all that runs there."""
 
 
 def zeroed_pool(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -33,4 +38,10 @@ def return_free_memory() -> None:
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
     if torch.cuda.is_initialized():
+        empty_gpu_cache()
+
+
+def empty_gpu_cache() -> None:
+    """Give back what torch keeps of the GPUs, once no graph is being recorded."""
+    with WHOLE_GPU:
         torch.cuda.empty_cache()

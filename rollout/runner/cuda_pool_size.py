@@ -9,6 +9,7 @@ from torch import nn
 
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.memory_pool import empty_gpu_cache
 from samebit.kernels.ops.logprobs import log_softmax
 from samebit.rollout.engine.step_plan import most_scored
 from samebit.rollout.runner.logits import logits_of
@@ -28,7 +29,7 @@ def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequence
     gc.collect()  # a bound model that nobody holds any more is a circle, and keeps its memory until then
     with torch.cuda.device(device):
         needed = _step_bytes(model, num_tokens, num_sequences, device)
-        torch.cuda.empty_cache()
+        empty_gpu_cache()
         free, total = torch.cuda.mem_get_info(device)
     return left_for_pages(total, free, share, 2 * needed + other_bytes)  # twice: graphs keep theirs apart
 

@@ -1,23 +1,22 @@
 """Record CUDA graphs, one recorder at a time.
 
 What recording does to a process: torch allows one recording at a time, so recorders take turns. While one is under way
-no other thread may draw random numbers on the GPU or empty torch's cache of its memory; a trainer in the same process
-does neither while it waits for samples.
+no other thread may draw random numbers on the GPU, empty torch's cache of its memory or wait for the whole of it; a
+trainer in the same process does neither while it waits for samples, and workers wait for the recording (`WHOLE_GPU`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from samebit.kernels.layout.memory_pool import WHOLE_GPU
+
 Run = Callable[[], None]
 Recorder = Callable[[Run], Run]
 """Records a function: what comes back computes the same anew, from the same memory into the same memory."""
-
-_ONE_AT_A_TIME = threading.Lock()
 
 
 class CudaRecorder:
@@ -30,7 +29,7 @@ class CudaRecorder:
     def __call__(self, run: Run) -> Run:
         """Run it once before, on the recording's own stream: that compiles its kernels and takes what they keep."""
         graph = torch.cuda.CUDAGraph()
-        with _ONE_AT_A_TIME:
+        with WHOLE_GPU:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 run()

@@ -1,5 +1,7 @@
 """Graphs are made for the right steps, and recorded anew for the right reasons; nothing is recorded here."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.layout.memory_pool import WHOLE_GPU
+from samebit.rollout.runner import cuda_pool_size
 from samebit.rollout.runner.cuda_graphs import StepGraphs, _Watched
+from samebit.rollout.runner.cuda_recorder import CudaRecorder
 
 
 def test_whatever_a_replay_would_not_compute_is_noticed() -> None:
@@ -63,3 +68,36 @@ def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytes
     for _ in range(2):
         graphs.record_decodes(model, arrays, context)
     assert sizes == [(size, size) for size in (40, 32, 24, 16, 8, 4, 2, 1)]
+
+
+def test_the_memory_that_torch_keeps_is_given_back_between_recordings(
+    make_worker: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a graph is recorded torch gives nothing back, and does not say so. With stand-ins for CUDA."""
+    happened: list[tuple[str, bool]] = []
+
+    def note(what: str) -> None:
+        happened.append((what, WHOLE_GPU.locked()))
+
+    def stream(device: torch.device) -> Any:
+        return SimpleNamespace(device=device, wait_stream=lambda other: None)
+
+    for name, stand_in in {
+        "Stream": stream,
+        "current_stream": stream,
+        "stream": nullcontext,
+        "device": nullcontext,
+        "graph": lambda graph, **_: nullcontext(),
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "is_initialized": lambda: True,
+        "empty_cache": lambda: note("emptied"),
+        "mem_get_info": lambda device: (60, 80),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(cuda_pool_size, "_step_bytes", lambda *_: 0)
+    CudaRecorder(torch.device("cuda", 0))(lambda: note("recorded"))
+    make_worker()[0].sleep()
+    cuda_pool_size.kv_cache_bytes(nn.Linear(1, 1), 0.5, 1, 1, 0)
+    assert happened == [("recorded", True), ("recorded", True), ("emptied", True), ("emptied", True)]
+    assert not WHOLE_GPU.locked()
