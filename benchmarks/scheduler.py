@@ -50,6 +50,9 @@ class IdleRunner:
     def forget_weights(self) -> None:
         pass
 
+    def wait_for_writes(self) -> None:
+        pass
+
     def launch(self, plan: StepPlan, block_tables: np.ndarray, before: StepInFlight | None = None) -> StepInFlight:
         return IdleStep(self._results[sum(item.samples for item in plan.items)])
 

@@ -271,6 +271,7 @@ class Engine:
             logger.warning(UNTOLD)
         self.counters.untold_updates += 1
         self.weights_changed(self.weight_version + 1)
+        self.runner.wait_for_writes()  # those that are accepted now; what is launched since is noticed later
         self.scheduler.preempt_all()
 
     def _check_settled(self) -> None:

@@ -21,6 +21,7 @@ from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import Routes, use_notes
 from samebit.kernels.layout.lora.adapters import KeptTerms
+from samebit.kernels.layout.memory_pool import WHOLE_GPU
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import indices
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves
@@ -65,6 +66,11 @@ class ModelRunner:
 
     def forget_weights(self) -> None:
         self.kept_terms.forget()
+
+    def wait_for_writes(self) -> None:
+        if self.shape.device.type == "cuda":
+            with WHOLE_GPU:
+                torch.cuda.synchronize(self.shape.device)
 
     def note_routes(self) -> None:
         self.notes_routes = True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind
+from samebit.kernels import bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from ..exactness.families import make_model, token_ids
@@ -53,6 +55,31 @@ def test_weights_that_are_written_on_another_stream_are_waited_for() -> None:
         assert logprobs(worker) == expected
         for handle in handles:
             handle.result()
+
+
+def test_weights_that_a_worker_was_not_told_of_are_waited_for() -> None:
+    """By requests behind the write, and by those that were in flight: the count of a write is ahead of the write."""
+    halved = model()
+    halve(halved)
+    with RolloutWorker(halved, config=config()) as worker:
+        expected = logprobs(worker)
+    trained, own = model(), torch.cuda.Stream()
+    with RolloutWorker(trained, config=config()) as worker:
+        assert logprobs(worker) != expected
+        handles = worker.submit_all(PROMPTS, [replace(each, max_tokens=60) for each in PARAMS])
+        next(iter(handles[0]))
+        with torch.cuda.stream(own):
+            torch.cuda._sleep(CYCLES)
+            halve(trained)
+            assert logprobs(worker) == expected
+        outputs = [handle.result() for handle in handles]
+        assert worker.stats()["untold_updates"] > 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        (sample,) = output.samples
+        first = sum(end - start for start, end, version in sample.weight_versions if version < worker.weight_version)
+        ids = torch.tensor([prompt + sample.token_ids], device="cuda")
+        recomputed = token_logprobs(trained, ids)[0, len(prompt) - 1 :]
+        assert torch.equal(recomputed[first:].detach().cpu(), torch.tensor(sample.logprobs[first:]))
 
 
 def test_weights_are_taken_from_tensors_that_another_stream_is_writing() -> None:

@@ -86,6 +86,7 @@ class FakeRunner:
     step.
 
     `meanwhile`: called while the next step computes.
+    `writing`: called once by who waits for writes that a GPU has not done yet.
     `nan_ids`: requests whose rows come out as not finite."""
 
     vocab_size = VOCAB
@@ -100,6 +101,7 @@ class FakeRunner:
         self.gate: StepGate | None = None
         self.fail_with: Exception | None = None
         self.meanwhile: Callable[[], None] | None = None
+        self.writing: Callable[[], None] | None = None
         self.nan_ids: set[str] = set()
         self.salt = 0
         self.current_version = lambda: 0
@@ -120,6 +122,11 @@ class FakeRunner:
 
     def forget_weights(self) -> None:
         """Do nothing, as nothing is worked out of weights here."""
+
+    def wait_for_writes(self) -> None:
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing()
 
     def launch(self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: FakeStep | None = None) -> FakeStep:
         """Computes at once; a GPU would compute in the same order."""

@@ -6,7 +6,8 @@ Invariants
 * A look costs O(tensors) and touches no value: 0.05 ms for the 311 of a model of 28 layers.
 * What is noticed: writes in place that torch counts (a tensor's version), and a weight that is another tensor.
   What torch does not count (`.data`, fused optimizers) can not be noticed; docs/reference.md has the list.
-* torch counts a write when it is done. One that is still going on while a step computes is noticed after that step.
+* torch counts a write when it is done, on a GPU when it is launched: whoever accepts writes that it was not told of
+  waits for the GPU, after it. One that is still going on while a step computes is noticed after that step.
 """
 
 from __future__ import annotations

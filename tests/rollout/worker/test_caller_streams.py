@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from samebit.kernels import bind
+from samebit.kernels.layout.memory_pool import WHOLE_GPU
+from samebit.rollout import RolloutConfig
 from samebit.rollout.control.compute_threads import ComputeThreads
+from samebit.rollout.runner.model_runner import ModelRunner
 
+from ...exactness.families import make_model
 from ...patience import HANG
 
 MakeWorker = Callable[..., tuple[Any, Any]]
@@ -37,6 +43,20 @@ def test_the_default_stream_waits_for_that_of_the_caller(monkeypatch: pytest.Mon
         ComputeThreads(1, torch.device(kind, 0)).follow_caller()
         assert default.waited == waited
     assert own.waited == [default]
+
+
+def test_all_of_the_gpu_is_waited_for_where_nobody_says_which_stream_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no graph is recorded meanwhile, by another worker: CUDA refuses to wait for a stream that records."""
+    waited: list[tuple[torch.device, bool]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append((device, WHOLE_GPU.locked())))
+    config = RolloutConfig(max_num_seqs=2, num_blocks=8, max_model_len=32).with_block_size(None)
+    runner = ModelRunner(bind(make_model("Qwen3", torch.float32)), config)
+    runner.wait_for_writes()
+    assert not waited
+    runner.shape = replace(runner.shape, device=torch.device("cuda", 1))
+    runner.wait_for_writes()
+    assert waited == [(torch.device("cuda", 1), True)]
+    assert not WHOLE_GPU.locked()
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])

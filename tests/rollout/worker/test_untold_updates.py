@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,6 +87,31 @@ def test_a_step_over_a_change_is_computed_again(
             assert sample.weight_versions[-1][1:] == (6, 1)
     assert worker.stats()["untold_updates"] == worker.weight_version == 1
     assert worker.stats()["void_tokens"] > 0
+
+
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_a_write_that_was_launched_is_waited_for(make_worker: MakeWorker, oracle: Oracle, in_a_step: bool) -> None:
+    """A GPU writes later than torch counts: the weights are there when the wait is over, and not before. What is
+    launched during the wait is a change of its own."""
+    worker, runner = make_worker(shared=True)
+    worker.generate([PROMPT], FEW)
+
+    def write() -> None:
+        runner.salt = 1
+        runner.writing = partial(setattr, runner, "salt", 2)
+        worker.module.proj.bias.detach().add_(1)
+
+    def launch() -> None:
+        runner.writing = write
+        worker.module.proj.bias.detach().add_(1)
+
+    if in_a_step:
+        runner.meanwhile = launch
+    else:
+        launch()
+    sample = worker.generate([PROMPT], FEW)[0].samples[0]
+    assert (sample.token_ids, sample.weight_versions) == (oracle(PROMPT, 0, 5, 2), [(0, 5, 2)])
+    assert worker.stats()["untold_updates"] == 2
 
 
 def test_what_writes_in_every_step_ends_its_requests(make_worker: MakeWorker, oracle: Oracle) -> None:
