@@ -310,7 +310,7 @@ def test_gpu_measures_a_model_on_the_cpu_too(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_stays_reserved_is_beyond_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with a stand-in for the allocator of a GPU: it holds a head that is the embedding once."""
+    """What stays reserved counts a head that is the embedding once; a stand-in is the allocator of a GPU here."""
     sizes = gpu_measure.Sizes((1,), prompt=8, training=(2, 8), new_tokens=3, prefill_rows=16, max_model_len=128,
                               repeats=1)  # fmt: skip
     model, worker_of = bind(models.build(TINY, torch.float32, 128)), gpu_measure.worker_of

@@ -58,7 +58,7 @@ def test_weights_that_are_written_on_another_stream_are_waited_for() -> None:
 
 
 def test_weights_that_a_worker_was_not_told_of_are_waited_for() -> None:
-    """By requests behind the write, and by those that were in flight: the count of a write is ahead of the write."""
+    """Requests behind a write wait for it, and those in flight too: the count of a write is ahead of the write."""
     halved = model()
     halve(halved)
     with RolloutWorker(halved, config=config()) as worker:

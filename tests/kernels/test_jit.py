@@ -212,7 +212,7 @@ def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> Non
 
 
 def test_another_system_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As samebit is imported, before a runtime is missed that is not for it."""
+    """Another system is refused when samebit is imported, before a runtime is missed that is not for it."""
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ImportError, match="samebit runs on Linux, on x86-64; this system is 'darwin': use a Linux mac"):
         runpy.run_path(openmp.__file__)

@@ -57,6 +57,15 @@ def test_a_pin_is_for_the_pythons_that_take_it(name: str) -> None:
     assert not refused
 
 
+def brought_along(extra: str, python: str) -> set[str]:
+    """Return the packages that an extra asks for itself on this Python, or by other extras."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [one for one in map(Requirement, given[extra]) if is_asked_for(one, python)]
+    others = [brought_along(name, python) for one in asked if one.name == "samebit" for name in one.extras]
+    return {one.name for one in asked if one.name != "samebit"}.union(*others)
+
+
 @pytest.mark.parametrize("python", allowed_pythons())
 def test_what_prompts_are_read_with_comes_with_the_recipes(python: str) -> None:
     """The recipes' extra brings what prompts are read with, also where there is no TRL, which brings some of it."""

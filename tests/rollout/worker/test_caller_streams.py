@@ -46,7 +46,7 @@ def test_the_default_stream_waits_for_that_of_the_caller(monkeypatch: pytest.Mon
 
 
 def test_all_of_the_gpu_is_waited_for_where_nobody_says_which_stream_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no graph is recorded meanwhile, by another worker: CUDA refuses to wait for a stream that records."""
+    """All of the GPU is waited for, and no worker records a graph meanwhile: CUDA refuses to wait then."""
     waited: list[tuple[torch.device, bool]] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append((device, WHOLE_GPU.locked())))
     config = RolloutConfig(max_num_seqs=2, num_blocks=8, max_model_len=32).with_block_size(None)
