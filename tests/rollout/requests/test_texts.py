@@ -28,7 +28,7 @@ SOME = st.lists(st.sampled_from(PARTS), max_size=8).map(lambda parts: [token for
 @example([A, *[2] * 7], [SPACE, A])
 @given(SOME, SOME)
 def test_a_sample_s_text_goes_on_from_that_of_its_prompt(prompt: list[int], ids: list[int]) -> None:
-    """A sample's text goes on from that of its prompt, as in vLLM: decoders of SentencePiece take a text's first space."""
+    """A sample's text goes on from that of its prompt, as in vLLM: SentencePiece takes a text's first space."""
     start, whole = (TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens in (prompt, prompt + ids))
     assert start + text_of(TOKENIZER, ids, prompt) == whole
     matcher = StopStringMatcher(TOKENIZER, (), prompt)
