@@ -6,6 +6,6 @@ the event loop of `background`; `weights` and `adapters` reach all of them; `opt
 carries its calls to a `replica` is a `port.ReplicaPort`: an actor of Ray (`integrations/ray`), or whatever else a test
 puts there.
 
-Imports what a worker's callers have, the words of `adapters`, `control`, `cache`, `publishing`, `requests`,
-`keys` and `integrations.links`, `models.hub`, and `samebit.weight_sync`; no model and no kernel.
+Imports what a worker's callers have, the words of `adapters`, `control`, `cache`, `publishing`, `requests` and `keys`,
+`models.hub`, and `samebit.weight_sync`; no model and no kernel.
 """

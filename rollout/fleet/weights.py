@@ -29,7 +29,6 @@ from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateE
 from samebit.rollout.fleet.background import heard, in_turn
 from samebit.rollout.fleet.crew import BEHIND, Crew, Member
 from samebit.rollout.fleet.port import Command
-from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
     BroadcastSender,
@@ -40,6 +39,7 @@ from samebit.weight_sync import (
     gloo_group,
     listening_store,
 )
+from samebit.weight_sync.transports.addresses import BroadcastGroup
 from samebit.weight_sync.wire.stream import gone_through
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,8 @@ FLOORS = {
         "worker_interface build",
         "worker",
         "async_worker",
-        "audit fleet integrations",
+        "audit fleet",
+        "integrations",
         "cli",
     ],
     "samebit.weight_sync": [

@@ -2,5 +2,6 @@
 
 The way through: `shared_memory` makes the two ends, which are in `unix_socket`: a `channel` for messages, an `endpoint`
 where the receiver finds it, `shared_buckets` for the bytes, within what a `container` allows. `broadcast` sends over
-`groups` of processes. Imports `wire` and the floors below it.
+`groups` of processes. `addresses` names, in a call to a worker elsewhere, the link that its weights come over. Imports
+`wire` and the floors below it.
 """

@@ -7,7 +7,7 @@ worker.receive_weights(policy)  # through shared memory
 The way through: `client` is the caller's side, `actor` the side of the worker, `calls` waits for one from the other;
 `fleet` makes actors a fleet's replicas, if there is `room`; `local` connects a server to Ray, `serve` puts it behind
 Ray Serve. Imports `worker` and its callers' parts, `fleet`, `keys`, `publishing`, `adapters`, `control`,
-`integrations.links` and `.http`, `samebit.weight_sync`, and of `samebit.kernels` only the setup of threads.
+`integrations.http`, `samebit.weight_sync`, and of `samebit.kernels` only the setup of threads.
 """
 
 try:
@@ -18,11 +18,11 @@ except ModuleNotFoundError as error:
     raise ImportError("samebit.rollout.integrations.ray needs Ray: pip install 'samebit[ray]'") from error
 
 from samebit.rollout.fleet.options import FleetOptions, RouterOptions
-from samebit.rollout.integrations.links import BroadcastFrom, BroadcastGroup, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import RayRequestHandle, RayWorker, start_actor
 from samebit.rollout.integrations.ray.fleet import RayFleet
+from samebit.weight_sync.transports.addresses import BroadcastFrom, BroadcastGroup, SharedMemoryAt
 
 __all__ = [
     "BroadcastFrom",

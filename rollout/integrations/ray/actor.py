@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.integrations.links import Sources
 from samebit.rollout.worker import RolloutWorker
+from samebit.weight_sync.transports.addresses import Sources
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.sleep import check_tags
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import WorkerLostError
-from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.outputs import RequestOutput
@@ -45,6 +44,7 @@ from samebit.weight_sync import (
     WeightStream,
 )
 from samebit.weight_sync.closing import Closing
+from samebit.weight_sync.transports.addresses import CudaIpcAt, SharedMemoryAt
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 from samebit.weight_sync.wire.stream import gone_through
 

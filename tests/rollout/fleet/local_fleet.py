@@ -15,10 +15,10 @@ from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Feed, Introduction
 from samebit.rollout.fleet.replica import ReplicaSide
-from samebit.rollout.integrations.links import Sources
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.weight_sync.transports.addresses import Sources
 
 from ..conftest import FakeRunner, TinyModule, worker_parts
 

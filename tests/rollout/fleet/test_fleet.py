@@ -31,9 +31,9 @@ from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Command
 from samebit.rollout.fleet.replica import ReplicaSide
-from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.weight_sync import WeightMismatchError, gloo_group
+from samebit.weight_sync.transports.addresses import SharedMemoryAt
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule, fake_continuation

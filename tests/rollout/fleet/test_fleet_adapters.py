@@ -21,7 +21,7 @@ from samebit.rollout.errors import ModelLoadError, NoReplicaError, WorkerLostErr
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.replica import ReplicaSide
-from samebit.rollout.integrations.links import Sources
+from samebit.weight_sync.transports.addresses import Sources
 
 from ...noted_stream import noted_stream
 from ...patience import HANG, wait_until

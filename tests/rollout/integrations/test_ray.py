@@ -35,7 +35,6 @@ from samebit.rollout import (  # noqa: E402
     WorkerStateError,
     integrations,
 )
-from samebit.rollout.integrations.links import Sources  # noqa: E402
 from samebit.rollout.integrations.ray import (  # noqa: E402
     BroadcastFrom,
     BroadcastGroup,
@@ -53,6 +52,7 @@ from samebit.weight_sync import (  # noqa: E402
     gloo_group,
     listening_store,
 )
+from samebit.weight_sync.transports.addresses import Sources  # noqa: E402
 
 from ...forks import CLIENT  # noqa: E402
 from ...noted_stream import noted_stream  # noqa: E402
@@ -381,8 +381,8 @@ def test_a_link_stays_open_until_an_update_fails_or_its_group_is_done() -> None:
 
 def test_a_broadcast_over_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    links = importlib.import_module(BroadcastFrom.__module__)
-    monkeypatch.setattr(links, "BroadcastReceiver", lambda *place, **options: made.append((place, options)))
+    addresses = importlib.import_module(BroadcastFrom.__module__)
+    monkeypatch.setattr(addresses, "BroadcastReceiver", lambda *place, **options: made.append((place, options)))
     BroadcastFrom(3, timeout=7, device="cuda").open()
     assert made == [((3,), {"timeout": 7, "device": "cuda"})]
 
@@ -391,7 +391,7 @@ def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pyte
     """Weights on the GPU of the actor go through its memory. Stand-ins for both ends of CUDA IPC tell which are made,
     where, and for how long.
     """
-    client, links = (importlib.import_module(kind.__module__) for kind in (RayWorker, BroadcastFrom))
+    client, addresses = (importlib.import_module(kind.__module__) for kind in (RayWorker, BroadcastFrom))
     made: list[Any] = []
 
     class Sender:
@@ -412,9 +412,9 @@ def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pyte
     on_gpu = RayWorker.start("folder", sync_timeout=9, device="cuda")
     for _ in range(2):
         assert on_gpu.receive_weights({"weight": torch.zeros(3)}, partial=True) == "report"
-    assert made == [(links.CudaIpcAt("there", 9), {"partial": True}), (9, ["weight"])] * 2
-    monkeypatch.setattr(links, "CudaIpcReceiver", lambda *place, **options: made.append((place, options)))
-    links.CudaIpcAt("there", 9).open()
+    assert made == [(addresses.CudaIpcAt("there", 9), {"partial": True}), (9, ["weight"])] * 2
+    monkeypatch.setattr(addresses, "CudaIpcReceiver", lambda *place, **options: made.append((place, options)))
+    addresses.CudaIpcAt("there", 9).open()
     assert made[-1] == (("there",), {"timeout": 9})
     with pytest.raises(ValueError, match=r"device must be .*'cpu'.*'cuda'.*got 'gpu'"):
         RayWorker.start("folder", device="gpu")

@@ -31,7 +31,7 @@ from samebit.rollout.integrations.http.rl.options import (
 from samebit.rollout.integrations.http.rl.weights import WeightTransfer
 from samebit.rollout.integrations.http.served import replicas_of
 from samebit.rollout.integrations.http.service import Service
-from samebit.rollout.integrations.links import Sources
+from samebit.weight_sync.transports.addresses import Sources
 
 _ANY_ADAPTER = {"max_lora_rank": 1 << 16, "max_loras": 1 << 16}
 """Stands in /server_info for limits that there are not; clients compare with them."""

@@ -24,8 +24,8 @@ from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
 from samebit.rollout.integrations.http.rl.folders import below
 from samebit.rollout.integrations.http.rl.requests import GlooInit, SharedMemoryInit, UpdateInfo
 from samebit.rollout.integrations.http.versions import Versions
-from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.weight_sync import SyncReport, connected_store, gloo_group
+from samebit.weight_sync.transports.addresses import SharedMemoryAt
 
 logger = logging.getLogger(__name__)
 DTYPES = {

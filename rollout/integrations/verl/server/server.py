@@ -29,7 +29,6 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError
-from samebit.rollout.integrations.links import Sources
 from samebit.rollout.integrations.verl.options import ServerOptions, check_tokenizer
 from samebit.rollout.integrations.verl.server import requests
 from samebit.rollout.integrations.verl.server.adapters import adapter_config
@@ -40,6 +39,7 @@ from samebit.rollout.requests.stopping import as_token_ids, known_end_tokens
 from samebit.rollout.worker import RolloutWorker
 from samebit.rollout.worker_interface import LocalWorker
 from samebit.weight_sync import SyncReport
+from samebit.weight_sync.transports.addresses import Sources
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from samebit.rollout.integrations import links as links_of_calls
-from samebit.rollout.integrations.links import MOST_IDLE, BroadcastGroup, SharedMemoryAt, Sources
 from samebit.weight_sync import (
     BroadcastSender,
     PeerLostError,
@@ -23,9 +21,11 @@ from samebit.weight_sync import (
     gloo_group,
     listening_store,
 )
+from samebit.weight_sync.transports import addresses
+from samebit.weight_sync.transports.addresses import MOST_IDLE, BroadcastGroup, SharedMemoryAt, Sources
 from samebit.weight_sync.wire.link import Answer, ReceiverLink
 
-from ...patience import HANG
+from ..patience import HANG
 
 WEIGHTS = {"weight": torch.zeros(3)}
 
@@ -158,7 +158,7 @@ def test_a_group_that_waits_for_its_ranks_holds_up_no_other_link(monkeypatch: py
         with sources.opened(BroadcastGroup("127.0.0.1", store.port, 1, 2, HANG)) as link:
             refuse(link)
 
-    monkeypatch.setattr(links_of_calls, "connected_store", connect)
+    monkeypatch.setattr(addresses, "connected_store", connect)
     with ThreadPoolExecutor(1) as other, small_sender() as sender:
         received = other.submit(receive)
         assert joining.wait(HANG)

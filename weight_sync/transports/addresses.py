@@ -8,15 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebit.weight_sync import (
-    BroadcastReceiver,
-    CudaIpcReceiver,
-    ReceiverLink,
-    SharedMemoryReceiver,
-    connected_store,
-    gloo_group,
-)
-from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
+from samebit.weight_sync.transports.broadcast import BroadcastReceiver
+from samebit.weight_sync.transports.cuda.cuda_ipc import CudaIpcReceiver
+from samebit.weight_sync.transports.groups import connected_store, gloo_group
+from samebit.weight_sync.transports.shared_memory import SharedMemoryReceiver
+from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT, ReceiverLink
 
 
 @dataclass(frozen=True)
