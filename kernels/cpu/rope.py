@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
-from samebit.kernels.cpu.base.memory import NO_END, elements, kind_of
+from samebit.kernels.cpu.base.memory import NO_END, copy_elements, elements, kind_of
 from samebit.kernels.cpu.base.numeric import fma, narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.latent.vectors import copy_elements
 
 
 @inlined_part

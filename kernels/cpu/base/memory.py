@@ -1,4 +1,4 @@
-"""Make arrays over the memory of tensors, inside of a kernel.
+"""Make arrays over the memory of tensors, inside of a kernel, and copy their elements.
 
 Handing over an address costs a tenth of what a NumPy array does; in a decode step a linear layer takes some 50 us. The
 caller keeps the tensor alive and vouches for its size.
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.part import inlined_part
+from samebit.kernels.cpu.base.vectors import pointer_to
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu
 
@@ -97,6 +99,22 @@ def copy(source: Any, target: Any) -> None:
     """Copy the elements of an array, as vectors: the assignment of a slice takes two cycles for each of them."""
     for i in range(len(source)):
         target[i] = source[i]
+
+
+@intrinsic
+def copy_elements(typingctx: Any, source: Any, at: Any, count: Any, target: Any, to: Any) -> Any:
+    """Write ``target[to : to + count] = source[at : at + count]``, of one type, which do not overlap."""
+    i64 = types.int64
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given, first, number, out, out_first = args
+        start = pointer_to(context, builder, source, given, first)
+        end = pointer_to(context, builder, target, out, out_first)
+        size = context.get_abi_sizeof(context.get_value_type(source.dtype))
+        cgutils.raw_memcpy(builder, end, start, number, size)
+        return context.get_dummy_value()
+
+    return types.void(source, i64, i64, target, i64), generate
 
 
 @inlined_part

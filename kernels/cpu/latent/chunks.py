@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from samebit.kernels.cpu.base.memory import copy_elements
 from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.latent.vectors import copy_elements, widen_vectors
+from samebit.kernels.cpu.latent.vectors import widen_vectors
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from samebit.kernels.cpu.attention.groups import Place
 from samebit.kernels.cpu.base.callee import Callee
 from samebit.kernels.cpu.base.jit import compile_kernel
-from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.memory import copy_elements, elements, floats, integers, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_chosen, find_tokens
@@ -40,7 +40,6 @@ from samebit.kernels.cpu.latent.softmax import (
     write_rows,
 )
 from samebit.kernels.cpu.latent.tiles import COLUMNS, LARGE, NARROW_COLUMNS
-from samebit.kernels.cpu.latent.vectors import copy_elements
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _DEPTH = 192

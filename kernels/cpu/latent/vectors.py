@@ -1,11 +1,12 @@
-"""Copy rows of latents, weigh scores, add up those of an index, and count keys, as LLVM vectors (why: see
-`base.small_tiles`)."""
+"""Widen latents, weigh scores, add up those of an index, and count keys, as LLVM vectors.
+
+Why they are written in LLVM: see `base.small_tiles`.
+"""
 
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
@@ -49,22 +50,6 @@ def widen_vectors(typingctx: Any, source: Any, at: Any, count: Any, target: Any,
             return sums
 
         accumulate(builder, vectors, [], copy_one)
-        return context.get_dummy_value()
-
-    return types.void(source, i64, i64, target, i64), generate
-
-
-@intrinsic
-def copy_elements(typingctx: Any, source: Any, at: Any, count: Any, target: Any, to: Any) -> Any:
-    """Write ``target[to : to + count] = source[at : at + count]``, of one type, which do not overlap."""
-    i64 = types.int64
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given, first, number, out, out_first = args
-        start = pointer_to(context, builder, source, given, first)
-        end = pointer_to(context, builder, target, out, out_first)
-        size = context.get_abi_sizeof(context.get_value_type(source.dtype))
-        cgutils.raw_memcpy(builder, end, start, number, size)
         return context.get_dummy_value()
 
     return types.void(source, i64, i64, target, i64), generate
