@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedModel
 
-from samebit.benchmarks.workloads.workload import Tokens
 from samebit.rollout import RolloutConfig, SamplingParams
 from samebit.rollout.cache import build_cache
 from samebit.rollout.engine.engine import Engine
@@ -32,7 +31,7 @@ def engine_for(model: PreTrainedModel, sequences: int, max_len: int, *, prefix_c
     return Engine(runner, cache, config.max_num_batched_tokens)
 
 
-def add(engine: Engine, prompts: Tokens, samples: int, new_tokens: int) -> None:
+def add(engine: Engine, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> None:
     """Queue some samples of each prompt; none of them stops early."""
     params = SamplingParams(n=samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True)
     for number, prompt in enumerate(prompts):
@@ -43,7 +42,7 @@ def add(engine: Engine, prompts: Tokens, samples: int, new_tokens: int) -> None:
 class TimedRun:
     """Runs one sample of each of these prompts on an engine, timed: queueing them, which hashes them, and its steps."""
 
-    def __init__(self, engine: Engine, prompts: Tokens, new_tokens: int, *, skipped: int = 0) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, *, skipped: int = 0) -> None:
         """Queue the prompts; ``skipped`` is the number of prompt tokens that the prefix cache will spare."""
         self._engine = engine
         self._before = _computed(engine)
