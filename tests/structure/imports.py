@@ -70,6 +70,18 @@ def find_cycles(imports: Iterable[Import]) -> list[list[str]]:
     return sorted(cycles, key=len, reverse=True)
 
 
+def imports_by_folder(imports: Iterable[Import]) -> dict[str, list[Import]]:
+    """Return the imports between the rooms of each folder: its modules, and its folders with all that is in them."""
+    folders: dict[str, list[Import]] = {}
+    for found in imports:
+        source, target = found.source.split("."), found.target.split(".")
+        depth = next((at for at, (here, there) in enumerate(zip(source, target, strict=False)) if here != there), None)
+        if depth is not None:  # otherwise one holds the other
+            ends = (".".join(source[: depth + 1]), ".".join(target[: depth + 1]))
+            folders.setdefault(".".join(source[:depth]), []).append(Import(*ends, found.line))
+    return folders
+
+
 def parameters_of(path: Path) -> Iterator[tuple[str, int]]:
     """Yield each function of a file, with the number of its parameters (without `self` or `cls`).
 
