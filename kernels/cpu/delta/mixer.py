@@ -20,6 +20,7 @@ from samebit.kernels.cpu.delta.gates import gates_of_rows
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
 from samebit.kernels.cpu.delta.projections import with_projections
 from samebit.kernels.cpu.delta.rule import rule
+from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.products import shared
 from samebit.kernels.cpu.layers.terms import terms_at
 from samebit.kernels.cpu.norm.forward import gated_rms_norm_rows
@@ -138,10 +139,7 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
             shared(rows * inner, threads), (mixed, gate, norm_weight, normed), inner,
             (rows, inner, heads, sizes.value_dim), eps, False, sizes.by_sigmoid > 0, kind, kind,
         )  # fmt: skip
-        multiply(
-            threads, normed, inner, rows, inner,
-            (out_weight, out_bias, width, out, no, no, no, no, no, no, no, no), kind,
-        )  # fmt: skip
+        multiply(threads, normed, inner, rows, inner, (out_weight, out_bias, width, out, *NO_OTHERS), kind)
         add(threads, normed, rows, inner, terms_at(terms, 2), (out, no, no), kind)
 
     made: Callable[..., None] = mixer

@@ -12,6 +12,7 @@ import numpy as np
 from samebit.kernels.cpu.base.memory import NO_END, elements
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.layers.products import shared
 from samebit.kernels.cpu.layers.terms import terms_at
 
@@ -47,7 +48,7 @@ def with_projections(multiply: Callable[..., None], add: Callable[..., None]) ->
             multiply(
                 threads, x, width, rows, width,
                 (first_weight, first_bias, channels + inner, qkvz, second_weight, second_bias, 2 * heads, ba,
-                 no, no, no, no), kind,
+                 *NO_LAYER), kind,
             )  # fmt: skip
             add(threads, x, rows, width, terms_at(terms, 0), (qkvz, ba, no), kind)
             share_out(
@@ -64,7 +65,7 @@ def with_projections(multiply: Callable[..., None], add: Callable[..., None]) ->
             add(threads, x, rows, width, terms_at(terms, 0), (qkv, gate, b), kind)
             multiply(
                 shared(rows * width * heads // _PRODUCTS, threads), x, width, rows, width,
-                (fourth_weight, fourth_bias, heads, a, no, no, no, no, no, no, no, no), kind,
+                (fourth_weight, fourth_bias, heads, a, *NO_OTHERS), kind,
             )  # fmt: skip
             add(threads, x, rows, width, terms_at(terms, 1), (a, no, no), kind)
 

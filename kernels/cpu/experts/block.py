@@ -31,6 +31,7 @@ from samebit.kernels.cpu.experts.one_call import (
     is_one_call,
 )
 from samebit.kernels.cpu.experts.routing import RULE, Rule, choose_rows, rule_of
+from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record
 from samebit.kernels.cpu.layers.mlp import with_gated
 from samebit.kernels.cpu.layers.products import (
@@ -118,9 +119,7 @@ def _route(threads: int, x: int, weights: Any, sizes: Any, rule: Any, rooms: Any
         router = write_widened(threads, router, experts * width, rooms.router, kind)
         if bias:
             bias = write_widened(threads, bias, experts, rooms.router_bias, kind)
-    product(
-        threads, x, width, rows, width, (router, bias, experts, rooms.logits, no, no, no, no, no, no, no, no), _FLOAT
-    )
+    product(threads, x, width, rows, width, (router, bias, experts, rooms.logits, *NO_OTHERS), _FLOAT)
     correction = floats(correction_at if correction_at else rooms.correction, experts)
     if not correction_at:
         correction[:] = _FLOAT
@@ -182,9 +181,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             )  # fmt: skip
         if gate:
             gates = rooms.gates
-            multiply(
-                threads, x, width, rows, width, (gate, gate_bias, 1, gates, no, no, no, no, no, no, no, no), kind
-            )  # fmt: skip
+            multiply(threads, x, width, rows, width, (gate, gate_bias, 1, gates, *NO_OTHERS), kind)
         share_out(
             _add_part, ROW_PARTS, shared(rows * width, threads),
             (call.x, rooms.routed, every_row, gates, rows, width, call.out, kind),

@@ -7,6 +7,8 @@ named tuple does. T rows, K inputs, N outputs.
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from samebit.kernels.cpu.base.memory import elements
 from samebit.kernels.cpu.base.part import inlined_part
 
@@ -17,6 +19,12 @@ _FIELDS = 4
 Layers = tuple[int, ...]
 """Holds four numbers a layer (addresses of weight and bias, 0 for no bias; outputs; address of the result), then
 zeros, up to `MOST_LAYERS` layers."""
+
+NO_LAYER = (np.int64(0),) * _FIELDS  # of Python's 0, Numba takes the value for a part of the type
+"""Stands for a layer that is not there."""
+
+NO_OTHERS = NO_LAYER * (MOST_LAYERS - 1)
+"""Stands behind the only layer of a product."""
 
 
 def in_one(addresses: list[int]) -> Layers:

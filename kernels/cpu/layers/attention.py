@@ -26,6 +26,7 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, table, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record, work_of
 from samebit.kernels.cpu.layers.mlp import normed, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
@@ -151,10 +152,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
                 dim, rotated,
             )  # fmt: skip
             attended = rotated
-        multiply(
-            threads, attended, heads, rows, heads,
-            (o_weight, o_bias, width, normed_at, no, no, no, no, no, no, no, no), kind,
-        )  # fmt: skip
+        multiply(threads, attended, heads, rows, heads, (o_weight, o_bias, width, normed_at, *NO_OTHERS), kind)
         add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (normed_at, no, no), kind)
         finish(
             threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),

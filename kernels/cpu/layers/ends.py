@@ -18,6 +18,7 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import copy, elements, longs, read, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kernel_at, record
 from samebit.kernels.cpu.layers.products import (
     ROW_PARTS,
@@ -114,7 +115,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
     def head(threads: int, call_at: int, kind: Any) -> None:
         """Compute the logits of the `calls.Call` at an address."""
         call, step = call_and_step(call_at)
-        places, no, itemsize = _places_of(call), np.int64(0), elements(0, 0, kind).itemsize
+        places, itemsize = _places_of(call), elements(0, 0, kind).itemsize
         eps, offset = read(call.record + 8 * _PLACES, 2, _FLOAT)
         count, width, outputs, at = places.num_kept, places.width, places.outputs, places.logits
         if places.kept and not _all_below(longs(places.kept, count), step.rows):
@@ -124,10 +125,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         )  # fmt: skip
         if itemsize < _FLOAT_BYTES:
             at = call.room + whole_lines(count * width) * itemsize
-        multiply(
-            threads, call.room, width, count, width,
-            (places.head, places.bias, outputs, at, no, no, no, no, no, no, no, no), kind,
-        )  # fmt: skip
+        multiply(threads, call.room, width, count, width, (places.head, places.bias, outputs, at, *NO_OTHERS), kind)
         if itemsize < _FLOAT_BYTES:
             write_widened(threads, at, count * outputs, places.logits, kind)
 

@@ -23,6 +23,7 @@ from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, 
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import heads as products_of_heads
+from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.operation import most_heads_together
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record, work_of
@@ -134,8 +135,7 @@ def _place_rows(part: int, tensors: Any, rows: int, sizes: Any, memory: Any, nor
 def nothing_beside(call: Any, rows: int, room: int, kind: Any) -> Any:
     """Return what a layer that chooses no tokens multiplies besides: no layer more of its input, and none more of the
     queries' latents."""
-    no = np.int64(0)
-    return (no, no, no, no), (no, no, no, no)
+    return NO_LAYER, NO_LAYER
 
 
 @kernel_part
@@ -205,10 +205,7 @@ def with_product(
             normed(
                 threads, low_rank, 0, 0, q_norm, numbers.query_offset, numbers.query_eps, rows, low, low_normed, kind
             )  # fmt: skip
-            multiply(
-                threads, low_normed, low, rows, low,
-                (b_weight, b_bias, count * size, q, *of_low, no, no, no, no), kind,
-            )  # fmt: skip
+            multiply(threads, low_normed, low, rows, low, (b_weight, b_bias, count * size, q, *of_low, *NO_LAYER), kind)
             add(threads, low_normed, rows, low, terms_at(at + _TERMS_AT, 1), (q, no, no), kind)
         each = (nope + value) * rank
         multiply_heads(
@@ -243,7 +240,7 @@ def with_product(
         )  # fmt: skip
         multiply(
             threads, values, count * value, rows, count * value,
-            (o_weight, o_bias, width, normed_at, no, no, no, no, no, no, no, no), kind,
+            (o_weight, o_bias, width, normed_at, *NO_OTHERS), kind,
         )  # fmt: skip
         add(threads, values, rows, count * value, terms_at(at + _TERMS_AT, 2), (normed_at, no, no), kind)
         finish(

@@ -14,6 +14,7 @@ from samebit.kernels.cpu.base.memory import elements, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.layers.products import ROW_PARTS, shared
 from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.layout.grids import LANES
@@ -81,14 +82,11 @@ def with_gated(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         activated = up + whole_lines(rows * inner) * itemsize
         multiply(
             threads, x, width, rows, width,
-            (gate_weight, gate_bias, inner, gate, up_weight, up_bias, inner, up, no, no, no, no), kind,
+            (gate_weight, gate_bias, inner, gate, up_weight, up_bias, inner, up, *NO_LAYER), kind,
         )  # fmt: skip
         add(threads, x, rows, width, terms[0], (gate, up, no), kind)
         _silu(shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
-        multiply(
-            threads, activated, inner, rows, inner,
-            (down_weight, down_bias, width, out, no, no, no, no, no, no, no, no), kind,
-        )  # fmt: skip
+        multiply(threads, activated, inner, rows, inner, (down_weight, down_bias, width, out, *NO_OTHERS), kind)
         add(threads, activated, rows, inner, terms[1], (out, no, no), kind)
 
     made: Callable[..., None] = gated

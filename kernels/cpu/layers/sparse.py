@@ -21,6 +21,7 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, pointer, read, table, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.latent.index import select_part
 from samebit.kernels.cpu.latent.selection import Plan, chosen_of
 from samebit.kernels.cpu.layers import latent
@@ -167,7 +168,7 @@ def _beside(call: Any, rows: int, room: int, kind: Any) -> Any:
     of_input = weights.keys, weights.k_bias, index.size, rooms.keys
     if slabs.num_slabs > 0:
         return of_input, (weights.queries, weights.q_bias, index.heads * index.size, rooms.queries)
-    return of_input, (no, no, no, no)
+    return of_input, NO_LAYER
 
 
 @kernel_part
@@ -185,9 +186,7 @@ def _choose(
             source = write_widened(threads, x, rows * width, rooms.wide, kind)
             if index.narrow > 0:
                 by = write_widened(threads, weights.factors, heads * width, rooms.wide_weight, kind)
-        product(
-            threads, source, width, rows, width, (by, no, heads, rooms.factors, no, no, no, no, no, no, no, no), _FLOAT
-        )  # fmt: skip
+        product(threads, source, width, rows, width, (by, no, heads, rooms.factors, *NO_OTHERS), _FLOAT)
     share_out(
         _place_rows, ROW_PARTS, shared(rows * heads * index.size, threads),
         (rooms, weights, index, numbers, slabs.num_slabs > 0, sizes, step, kind),
