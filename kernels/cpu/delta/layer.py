@@ -20,10 +20,18 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, read, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.delta.mixer import Memory, Sizes, room_of_mixer, with_mixer
-from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record
 from samebit.kernels.cpu.layers.mlp import normed, with_mlp
 from samebit.kernels.cpu.layers.products import Kernels, product, product_by_tiles, product_of_pairs
-from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
+from samebit.kernels.cpu.layers.terms import (
+    LAYOUT,
+    LayerKernels,
+    add_adapter,
+    add_nothing,
+    numbers_of,
+    terms_at,
+    terms_of,
+)
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.layers.call import LayerCall
@@ -126,8 +134,10 @@ def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     _adapted_by_tiles(threads, call_at, kind)
 
 
-_kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
-_adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
+_kernels = LayerKernels(
+    Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles))),
+    Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles))),
+)
 
 
 def delta_call(
@@ -148,7 +158,6 @@ def _call(
     weights: DeltaWeights, places: tuple[int, ...], options: DeltaLayerOptions, terms: DeltaTerms, dtype: torch.dtype
 ) -> LayerCall:
     mixer, groups = options.mixer, tuple(map(terms_of, terms))
-    kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     numbers = (
         *weights.addresses, mixer.width, mixer.taps, *mixer.rule.sizes, options.inner, mixer.norm.sigmoid,
         mixer.by_key_head, weights.mixer.a_log.dtype is torch.float32, *places, *options.numbers,
@@ -157,4 +166,4 @@ def _call(
     of_mlp, itemsize = (3 * options.inner + mixer.width) * dtype.itemsize, dtype.itemsize
     of_row, of_layer = room_of_mixer(mixer, itemsize)
     room = mixer.width * itemsize + max(of_mlp, of_row), of_layer + _OF_MLP * CACHE_LINE  # one after the other
-    return LayerCall(kernel_at(kernels.of(dtype), dtype), record(_LAYOUT, *numbers), room, not options.inner)
+    return LayerCall(_kernels.at(groups, dtype), record(_LAYOUT, *numbers), room, not options.inner)

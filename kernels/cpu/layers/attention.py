@@ -27,10 +27,18 @@ from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer,
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import NO_OTHERS
-from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record, work_of
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
 from samebit.kernels.cpu.layers.mlp import normed, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
-from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
+from samebit.kernels.cpu.layers.terms import (
+    LAYOUT,
+    LayerKernels,
+    add_adapter,
+    add_nothing,
+    numbers_of,
+    terms_at,
+    terms_of,
+)
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
@@ -203,8 +211,10 @@ def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     _adapted_by_tiles(threads, call_at, kind)
 
 
-_kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
-_adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
+_kernels = LayerKernels(
+    Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles))),
+    Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles))),
+)
 
 
 def attention_call(
@@ -223,7 +233,6 @@ def _call(
     dtype: torch.dtype,
 ) -> LayerCall:  # fmt: skip
     groups = tuple(map(terms_of, terms))
-    kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     numbers = (
         *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
         options.gated, options.attention.window, *options.numbers, *chain.from_iterable(map(numbers_of, groups)),
@@ -231,6 +240,6 @@ def _call(
     of_heads = 2 * (options.heads + options.kv_heads + options.heads * options.gated) * options.head_dim
     room = 2 * options.width + of_heads + 3 * options.inner, _ROOMS * LANES
     return LayerCall(
-        kernel_at(kernels.of(dtype), dtype), record(_LAYOUT, *numbers),
+        _kernels.at(groups, dtype), record(_LAYOUT, *numbers),
         (room[0] * dtype.itemsize, room[1] * dtype.itemsize), not options.inner,
     )  # fmt: skip

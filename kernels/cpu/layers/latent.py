@@ -26,10 +26,18 @@ from samebit.kernels.cpu.gemm import heads as products_of_heads
 from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.operation import most_heads_together
-from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record, work_of
+from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
 from samebit.kernels.cpu.layers.mlp import normed, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
-from samebit.kernels.cpu.layers.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
+from samebit.kernels.cpu.layers.terms import (
+    LAYOUT,
+    LayerKernels,
+    add_adapter,
+    add_nothing,
+    numbers_of,
+    terms_at,
+    terms_of,
+)
 from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext
@@ -292,8 +300,10 @@ def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     _adapted_by_tiles(threads, call_at, kind)
 
 
-KERNELS = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
-ADAPTED_KERNELS = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
+KERNELS = LayerKernels(
+    Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles))),
+    Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles))),
+)
 
 
 def latent_call(
@@ -305,9 +315,8 @@ def latent_call(
 
     def call() -> LayerCall:
         groups = tuple(map(terms_of, terms))
-        kernels = KERNELS if all(group is NO_TERMS for group in groups) else ADAPTED_KERNELS
         kept, room = record_of(weights, pages, options, groups, None), room_of(options, pages.dtype)
-        return LayerCall(kernel_at(kernels.of(pages.dtype), pages.dtype), kept, room, not options.inner)
+        return LayerCall(KERNELS.at(groups, pages.dtype), kept, room, not options.inner)
 
     return kept_call(weights, places, terms, call)
 

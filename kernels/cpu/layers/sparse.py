@@ -25,9 +25,9 @@ from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.latent.index import select_part
 from samebit.kernels.cpu.latent.selection import Plan, chosen_of
 from samebit.kernels.cpu.layers import latent
-from samebit.kernels.cpu.layers.calls import kernel_at, record
+from samebit.kernels.cpu.layers.calls import record
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, shared, write_widened
-from samebit.kernels.cpu.layers.terms import NO_TERMS, add_adapter, add_nothing, terms_of
+from samebit.kernels.cpu.layers.terms import LayerKernels, add_adapter, add_nothing, terms_of
 from samebit.kernels.cpu.norm.forward import layer_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext
@@ -246,8 +246,10 @@ def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     _adapted_by_tiles(threads, call_at, kind)
 
 
-_kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
-_adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
+_kernels = LayerKernels(
+    Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles))),
+    Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles))),
+)
 
 
 def sparse_call(
@@ -256,7 +258,6 @@ def sparse_call(
 ) -> LayerCall:  # fmt: skip
     """Implement `dispatch.WholeCalls.sparse_call`."""
     groups, index = tuple(map(terms_of, terms)), options.index
-    adapted = any(group is not NO_TERMS for group in groups)
     pages = latent.pages_of(context, options.attention.layer)
     of_row, of_layer = latent.room_of(options, pages.dtype)
     if index is not None:
@@ -264,13 +265,13 @@ def sparse_call(
         numbers = latent.numbers_of_layer(weights, pages, options, groups, chosen)
         kept = record(_LAYOUT, *numbers, *_numbers_of_index(weights, context, index, plan), *index.numbers)
         more_of_row, more = _room_of(index, options.width, pages.dtype)
-        room, kernels = (of_row + more_of_row, of_layer + more), _adapted_kernels if adapted else _kernels
+        room, kernels = (of_row + more_of_row, of_layer + more), _kernels
     elif earlier is not None:
-        chosen, room, kernels = earlier, (of_row, of_layer), latent.ADAPTED_KERNELS if adapted else latent.KERNELS
+        chosen, room, kernels = earlier, (of_row, of_layer), latent.KERNELS
         kept = latent.record_of(weights, pages, options, groups, chosen)
     else:
         raise TypeError("a layer without an indexer reads what an earlier one has chosen, and there is None")
-    return LayerCall(kernel_at(kernels.of(pages.dtype), pages.dtype), kept, room, not options.inner, chosen)
+    return LayerCall(kernels.at(groups, pages.dtype), kept, room, not options.inner, chosen)
 
 
 def _numbers_of_index(

@@ -3,15 +3,18 @@
 There is a kernel with what adds them and one without: as a branch each would be compiled for calls that have none.
 """
 
+from collections.abc import Iterable
 from struct import calcsize
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from samebit.kernels.cpu.base.memory import read
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
-from samebit.kernels.cpu.layers.products import shared
+from samebit.kernels.cpu.layers.calls import kernel_at
+from samebit.kernels.cpu.layers.products import Kernels, shared
 from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 
@@ -36,6 +39,18 @@ class Terms(NamedTuple):
     scales: Any
     places: Any
     work: int
+
+
+class LayerKernels(NamedTuple):
+    """Holds the kernels of a layer without the terms of an adapter, and with them."""
+
+    plain: Kernels
+    adapted: Kernels
+
+    def at(self, groups: Iterable[object], dtype: torch.dtype) -> int:
+        """Return the address of the kernel for these `Terms` and elements of this type, on this processor."""
+        kernels = self.plain if all(group is NO_TERMS for group in groups) else self.adapted
+        return kernel_at(kernels.of(dtype), dtype)
 
 
 @kernel_part
