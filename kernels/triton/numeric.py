@@ -136,3 +136,25 @@ def clear_idle_parts(
         if tl.load(sequences + row) < 0:
             at = (tl.cast(row, tl.int64) * PARTS + part) * WIDTH + place
             tl.store(out + at, tl.zeros((PADDED,), out.dtype.element_ty), mask=place < WIDTH)
+
+
+@jit()
+def keep_state(
+    state: tensor, in_state: tensor, real: tensor, own: tensor, states: tensor, block_states: tensor, captured: tensor,
+    captures: tensor, first_capture: tensor, grid: tensor, sequence: tensor, head: tensor, done: tensor, end: tensor,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store a head's state at position ``done``, the end of a chunk, wherever it is wanted: as that of the sequence if
+    the call, up to ``end``, has no whole chunk more; as that of its last block boundary; and as captures of it.
+
+    ``in_state``, ``real``: places in the state's ``SIZE`` elements, and which are elements of it. ``own``: where those
+    of the sequence's slot and head begin. ``grid``: of the block boundaries.
+    """
+    if done + CHUNK > end:
+        tl.store(states + own + in_state, state, mask=real)
+    if done == end // grid * grid:
+        tl.store(block_states + own + in_state, state, mask=real)
+    for capture in range(tl.load(first_capture + sequence), tl.load(first_capture + sequence + 1)):
+        if tl.load(captures + 3 * capture + 1) == done:
+            target = (tl.load(captures + 3 * capture + 2).to(tl.int64) * HEADS + head) * SIZE
+            tl.store(captured + target + in_state, state, mask=real)

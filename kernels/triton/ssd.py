@@ -35,7 +35,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import Saved, SSMOptions
 from samebit.kernels.layout.states.mamba import SSMStates
-from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, softplus
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, keep_state, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -177,14 +177,10 @@ def _scan_head(
                 token = xbc + (origin + base + s) * WIDTH
                 state = _fed(state, s, left, token + in_x, token + in_b, real_n, real_p)
             if grid > 0:
-                if base + 2 * CHUNK > end:
-                    tl.store(states + own + in_state, state, mask=real_state)
-                if base + CHUNK == end // grid * grid:
-                    tl.store(block_states + own + in_state, state, mask=real_state)
-                for capture in range(tl.load(first_capture + sequence), tl.load(first_capture + sequence + 1)):
-                    if tl.load(captures + 3 * capture + 1) == base + CHUNK:
-                        target = (tl.load(captures + 3 * capture + 2).to(tl.int64) * HEADS + head) * (SIZE * WIDE)
-                        tl.store(captured + target + in_state, state, mask=real_state)
+                keep_state(
+                    state, in_state, real_state, own, states, block_states, captured, captures, first_capture, grid,
+                    sequence, head, base + CHUNK, end, HEADS, SIZE * WIDE, CHUNK,
+                )  # fmt: skip
 
 
 @jit()

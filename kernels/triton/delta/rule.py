@@ -37,7 +37,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, keep_state
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -174,14 +174,10 @@ def _rule_head(
                 left = tl.exp((last - sums).to(tl.float32))
                 state = dot(tl.trans(k), u * left[:, None], state * tl.exp(last.to(tl.float32)))
             if grid > 0:
-                if base + 2 * CHUNK > end:
-                    tl.store(states + own + in_state, state, mask=real_state)
-                if base + CHUNK == end // grid * grid:
-                    tl.store(block_states + own + in_state, state, mask=real_state)
-                for capture in range(tl.load(first_capture + sequence), tl.load(first_capture + sequence + 1)):
-                    if tl.load(captures + 3 * capture + 1) == base + CHUNK:
-                        target = (tl.load(captures + 3 * capture + 2).to(tl.int64) * HEADS + head) * (KEY_DIM * WIDE)
-                        tl.store(captured + target + in_state, state, mask=real_state)
+                keep_state(
+                    state, in_state, real_state, own, states, block_states, captured, captures, first_capture, grid,
+                    sequence, head, base + CHUNK, end, HEADS, KEY_DIM * WIDE, CHUNK,
+                )  # fmt: skip
         elif grid > 0:
             tl.store(in_u, u, mask=new[:, None] & real_p[None, :])
 
