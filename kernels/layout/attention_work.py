@@ -168,7 +168,14 @@ class _Units:
         first, counts: ``[U]`` the sequences of a unit, as places in `AttentionWork.order`.
         split: ``[U]`` whether each split before the tokens that are computed is an item's of its own.
         shared: ``[U]`` keys that are walked once for all.
-        strides: ``[U]`` slots of each sequence of a unit; ``slots``: the first of all.
+        kept_each: ``[U]`` slots of each sequence of a unit, as many as softmaxes are kept of its first keys;
+            ``slots``: the first of all.
+
+    Of two sequences at token 130 whose first 100 lie in the same blocks, and one at token 1100 that shares none, the
+    units are (0, 1) and (2), at ``first`` 0 and 2. The first is not split, with 64 ``shared`` keys; an item walks them
+    for both, and keeps one softmax of each: ``kept_each`` 1, ``slots`` 0. The second is split: an item walks each of
+    its two whole splits, ``kept_each`` 2, ``slots`` 2. So four softmaxes are kept, in 0 and 1, 2 and 3; then pieces
+    walk from keys 64, 64 and 1024 on.
     """
 
     work: AttentionWork
@@ -177,7 +184,7 @@ class _Units:
     counts: Ints
     split: npt.NDArray[np.bool_]
     shared: Ints
-    strides: Ints
+    kept_each: Ints
     slots: Ints
 
     @staticmethod
@@ -198,22 +205,24 @@ class _Units:
         total: Ints = np.add.reduceat(each, first, dtype=np.int32)
         split = _longest_that_fit(most, counts * most, total - (counts - 1) * (shared // KV_SPLIT))
         shared = np.where(split, shared // KV_SPLIT * KV_SPLIT, shared)
-        strides = np.where(split, most, (shared >= KV_SPLIT).astype(np.int32) + (shared % KV_SPLIT > 0))
-        slots = np.cumsum(counts * strides) - counts * strides
-        return _Units(work, each, first, counts, split, shared, strides, slots)
+        # Not split: one item of the first launch merges all whole splits, one has the rest. Each keeps a softmax.
+        whole, rest = (shared >= KV_SPLIT).astype(np.int32), shared % KV_SPLIT > 0
+        kept_each = np.where(split, most, whole + rest)
+        slots = np.cumsum(counts * kept_each) - counts * kept_each
+        return _Units(work, each, first, counts, split, shared, kept_each, slots)
 
     @staticmethod
     def _apart(work: AttentionWork, each: Ints) -> "_Units":
         """Make a unit of each sequence: none shares with another."""
         order, nothing = work.order, np.zeros_like(each)
         split = _longest_that_fit(each, each, each)
-        strides = each * split
-        slots = np.cumsum(strides, dtype=np.int32) - strides
-        return _Units(work, each, order, nothing + 1, split, nothing, strides, slots)
+        kept_each = each * split
+        slots = np.cumsum(kept_each, dtype=np.int32) - kept_each
+        return _Units(work, each, order, nothing + 1, split, nothing, kept_each, slots)
 
     def kept(self) -> Ints:
         """List the items that keep softmaxes."""
-        if not self.strides.any():
+        if not self.kept_each.any():
             return np.empty((0, ITEM), np.int32)
         if not len(self.work.places):
             return self._own_splits()
@@ -229,7 +238,9 @@ class _Units:
         until = np.minimum(after * KV_SPLIT, self.shared[unit])
         oldest = np.minimum.reduceat(self.work.starts, self.first)[unit]
         slots = self.slots[unit] + part
-        return _items(self.work.order[first], first, self.counts[unit], oldest, since, until, slots, self.strides[unit])
+        return _items(
+            self.work.order[first], first, self.counts[unit], oldest, since, until, slots, self.kept_each[unit]
+        )
 
     def _own_splits(self) -> Ints:
         """List the items of splits that sequences do not share."""
@@ -247,7 +258,7 @@ class _Units:
         return (
             np.where(split, self.each * KV_SPLIT, self.shared[unit]),
             slots,
-            np.where(split, self.each, self.strides[unit]),
+            np.where(split, self.each, self.kept_each[unit]),
         )
 
     @cached_property
@@ -256,7 +267,7 @@ class _Units:
         if not len(self.work.places):
             return self.first, self.slots
         unit, place = _numbered(self.counts)
-        return unit, self.slots[unit] + place * self.strides[unit]
+        return unit, self.slots[unit] + place * self.kept_each[unit]
 
 
 def _longest_that_fit(splits: Ints, slots: Ints, items: Ints) -> npt.NDArray[np.bool_]:
