@@ -20,6 +20,8 @@ program for each of them and value head. Keys and queries are normalised before,
 after, a row at a time; there what the value heads of a key head found is added up, in their order.
 
 A sequence's gradients depend on its own rows alone, and on where they stand in it. Source: Yang et al. 2024.
+
+In names, ``of_x`` is the gradient of x, and ``at_x`` says where x begins.
 """
 
 from functools import partial
@@ -136,8 +138,8 @@ def _walk(
     in_state = n[:, None] * VALUE_DIM + p[None, :]
     real_state = (n[:, None] < KEY_DIM) & (p[None, :] < VALUE_DIM)
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    of_k = pairs + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
-    of_v = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    at_k = pairs + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    at_v = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
     state = tl.zeros((PADDED_KEY, PART), tl.float32)
     for chunk in range(tl.cdiv(length, CHUNK)):
         if chunk % TOGETHER == 0:
@@ -148,11 +150,11 @@ def _walk(
         strength, sums, whole, left = _sums(decay, beta, at, real, head, HEADS, CHUNK)
         inside = real[:, None] & (p[None, :] < VALUE_DIM)
         k = tl.load(
-            of_k + at[:, None] * (2 * KEY_HEADS * KEY_DIM) + n[None, :],
+            at_k + at[:, None] * (2 * KEY_HEADS * KEY_DIM) + n[None, :],
             mask=real[:, None] & (n[None, :] < KEY_DIM),
             other=0.0,
         )
-        value = tl.load(of_v + at[:, None] * WIDTH + p[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(at_v + at[:, None] * WIDTH + p[None, :], mask=inside, other=0.0).to(tl.float32)
         matches = dot(k, tl.trans(k), tl.zeros((CHUNK, CHUNK), tl.float32)) * left_between(sums, CHUNK)
         read = dot(k, state, tl.zeros((CHUNK, PART), tl.float32))
         w = value - read * tl.exp(sums.to(tl.float32))[:, None]
@@ -178,7 +180,7 @@ def _walk_back(
     p = tl.program_id(2) * PART + tl.arange(0, PART)
     in_state = n[:, None] * VALUE_DIM + p[None, :]
     real_state = (n[:, None] < KEY_DIM) & (p[None, :] < VALUE_DIM)
-    of_q = pairs + (head // (HEADS // KEY_HEADS)) * KEY_DIM
+    at_q = pairs + (head // (HEADS // KEY_HEADS)) * KEY_DIM
     count = tl.cdiv(length, CHUNK)
     state = tl.zeros((PADDED_KEY, PART), tl.float32)
     for done in range(count):
@@ -190,7 +192,7 @@ def _walk_back(
         at = (row + chunk * CHUNK + t).to(tl.int64)
         strength, sums, whole, left = _sums(decay, beta, at, real, head, HEADS, CHUNK)
         inside, deep = real[:, None] & (p[None, :] < VALUE_DIM), real[:, None] & (n[None, :] < KEY_DIM)
-        from_q = of_q + at[:, None] * (2 * KEY_HEADS * KEY_DIM) + n[None, :]
+        from_q = at_q + at[:, None] * (2 * KEY_HEADS * KEY_DIM) + n[None, :]
         q = tl.load(from_q, mask=deep, other=0.0)
         k = tl.load(from_q + KEY_HEADS * KEY_DIM, mask=deep, other=0.0)
         g = tl.load(grad + (at[:, None] * HEADS + head) * VALUE_DIM + p[None, :], mask=inside, other=0.0)
@@ -226,14 +228,14 @@ def _of_chunk(
     strength, sums, whole, left = _sums(decay, beta, at, real, head, HEADS, CHUNK)
     decayed = tl.exp(sums.to(tl.float32))
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    of_head = (at * HEADS + head) * VALUE_DIM
+    at_head = (at * HEADS + head) * VALUE_DIM
     to_v = grad_qkv + at[:, None] * WIDTH + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
     of_asked, of_matches = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     of_strength = tl.zeros((CHUNK,), tl.float32)
     for begin in range(0, VALUE_DIM, PART):
         p = begin + tl.arange(0, PART)
         inside = real[:, None] & (p[None, :] < VALUE_DIM)
-        place = of_head[:, None] + p[None, :]
+        place = at_head[:, None] + p[None, :]
         g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(wants + place, mask=inside, other=0.0)
         d = tl.load(of_wants + place, mask=inside, other=0.0)
@@ -276,7 +278,7 @@ def _of_chunk(
         for start in range(0, VALUE_DIM, PART):
             p = start + tl.arange(0, PART)
             inside = real[:, None] & (p[None, :] < VALUE_DIM)
-            place = of_head[:, None] + p[None, :]
+            place = at_head[:, None] + p[None, :]
             in_state = state_at + n[:, None] * VALUE_DIM + p[None, :]
             real_state = (n[:, None] < KEY_DIM) & (p[None, :] < VALUE_DIM)
             state = tl.load(before + in_state, mask=real_state, other=0.0)
