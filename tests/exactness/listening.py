@@ -5,6 +5,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from samebit.rollout import RequestOutput, SamplingParams
+
+from .compare import run
+
 
 @contextmanager
 def listening(model: nn.Module, heard: list[str], *names: str) -> Iterator[None]:
@@ -17,3 +21,14 @@ def listening(model: nn.Module, heard: list[str], *names: str) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def one_by_one(
+    model: nn.Module, prompts: list[list[int]], params: list[SamplingParams], *names: str
+) -> list[RequestOutput]:
+    """Run with a listener at each of these modules, so that their layers are computed module by module."""
+    heard: list[str] = []
+    with listening(model, heard, *names):
+        outputs, _ = run(model, prompts, params)
+    assert set(heard) == set(names)
+    return outputs

@@ -11,7 +11,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, paired, token_ids
-from .listening import listening
+from .listening import listening, one_by_one
 from .lora import SMALLER, config_for, lora_config, make_peft
 
 pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
@@ -48,11 +48,9 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert max(layers_in_one_call) > 16  # both kinds of matrix products
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
-    with listening(model, heard, "model.layers.0.mlp.up_proj", "model.layers.1.self_attn"):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    again = one_by_one(model, PROMPTS, PARAMS, "model.layers.0.mlp.up_proj", "model.layers.1.self_attn")
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp"])
@@ -83,9 +81,7 @@ def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, lay
     at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
     layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
     assert layers_of_calls == [layers + 2] * PARAMS[0].max_tokens  # embedding and head among them
-    with listening(model, [], "model.layers.1"):
-        one_by_one, _ = run(model, PROMPTS[1:2], PARAMS[:1])
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(one_by_one(model, PROMPTS[1:2], PARAMS[:1], "model.layers.1"), at_once)
 
 
 def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_call_before() -> None:
@@ -108,12 +104,10 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
     assert max(layers_in_one_call) > 16
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
     layers = "base_model.model.model.layers"
-    with listening(model, heard, f"{layers}.0.mlp.up_proj", f"{layers}.1.self_attn"):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    again = one_by_one(model, PROMPTS, PARAMS, f"{layers}.0.mlp.up_proj", f"{layers}.1.self_attn")
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 def test_a_loaded_adapter_and_the_model_alone_are_one_call_each(layers_in_one_call: list[int]) -> None:

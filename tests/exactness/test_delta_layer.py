@@ -15,7 +15,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, paired, token_ids
-from .listening import listening
+from .listening import listening, one_by_one
 from .lora import config_for, make_peft
 
 pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
@@ -85,12 +85,9 @@ def test_one_call_gives_the_bits_of_the_modules(
     assert {name for name, _ in layers_in_one_call} == {"delta_call", "attention_call"}
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
-    with listening(model, heard, *names_of(model, "out_proj"), *names_of(model, "o_proj")):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
-    assert heard
+    again = one_by_one(model, PROMPTS, PARAMS, *names_of(model, "out_proj"), *names_of(model, "o_proj"))
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +130,9 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
     assert {name for name, _ in layers_in_one_call} == {"delta_call", "attention_call"}
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
-    with listening(model, heard, *names_of(model, "input_layernorm")):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    again = one_by_one(model, PROMPTS, PARAMS, *names_of(model, "input_layernorm"))
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

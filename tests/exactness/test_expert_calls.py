@@ -13,7 +13,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, paired, token_ids
-from .listening import listening
+from .listening import listening, one_by_one
 
 pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
 
@@ -54,12 +54,9 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert max(blocks_in_calls) > 16  # both kinds of matrix products
     assert_matches_trainer(model, at_once, PARAMS)
     blocks_in_calls.clear()
-    heard: list[str] = []
-    with listening(model, heard, *(f"{name}.gate" for name in blocks_of(model))):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
-    assert heard
+    again = one_by_one(model, PROMPTS, PARAMS, *(f"{name}.gate" for name in blocks_of(model)))
     assert not blocks_in_calls
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 @pytest.mark.parametrize("part", ["", "gate", "experts", *SHARED])

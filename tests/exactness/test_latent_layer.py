@@ -15,7 +15,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import CAMPAIGN, DTYPES, bound_model, make_model, paired, token_ids
-from .listening import listening
+from .listening import listening, one_by_one
 from .lora import PROJECTIONS, config_for, lora_config, make_peft, wake
 
 pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
@@ -55,11 +55,9 @@ def test_one_call_gives_the_bits_of_the_modules(
     assert {whole for _, whole in layers_in_one_call} == {True, False}  # a layer of experts, and one without
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
-    with listening(model, heard, "model.layers.0.self_attn.kv_b_proj", "model.layers.1.self_attn"):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    again = one_by_one(model, PROMPTS, PARAMS, "model.layers.0.self_attn.kv_b_proj", "model.layers.1.self_attn")
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -119,12 +117,10 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
     assert max(rows) > 16
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
     layers = "base_model.model.model.layers"
-    with listening(model, heard, f"{layers}.0.self_attn.o_proj", f"{layers}.1.self_attn"):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    again = one_by_one(model, PROMPTS, PARAMS, f"{layers}.0.self_attn.o_proj", f"{layers}.1.self_attn")
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 def test_an_adapter_on_the_mlp_of_dense_layers(layers_in_one_call: list[tuple[int, bool]]) -> None:

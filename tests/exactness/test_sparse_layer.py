@@ -11,7 +11,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import CAMPAIGN, DTYPES, SPARSE, bound_model, make_model, paired, token_ids
-from .listening import listening
+from .listening import listening, one_by_one
 from .lora import PROJECTIONS, lora_config, make_peft
 
 pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
@@ -50,12 +50,10 @@ def test_one_call_gives_the_bits_of_the_modules(
     assert 0 in widths
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    heard: list[str] = []
     attentions = [f"model.layers.{number}.self_attn" for number in range(len(model.model.layers))]
-    with listening(model, heard, *attentions):
-        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    again = one_by_one(model, PROMPTS, PARAMS, *attentions)
     assert not layers_in_one_call
-    assert_same_samples(one_by_one, at_once)
+    assert_same_samples(again, at_once)
 
 
 def test_layers_that_share_a_choice_and_weights_of_heads_in_float32(
