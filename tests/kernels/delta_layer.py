@@ -8,12 +8,12 @@ import torch
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaShape
-from samebit.kernels.layout.states.memory import StateLayout, StateMemory
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.delta.gates import gates
 from samebit.kernels.ops.delta.rule import delta_rule
 
 from . import reference
+from .helpers import memory
 from .mamba_layer import step_context
 from .routes import NextCount, steps
 
@@ -89,15 +89,6 @@ def oracle(case: Case, layer: Layer, lengths: tuple[int, ...]) -> torch.Tensor:
         decay, beta = reference.delta_gates(a, b, layer.a_log, layer.dt_bias, case.beta_scale)
         out.append(reference.delta_rule(q, k, v, decay, beta).flatten(1))
     return torch.cat(out)
-
-
-def memory(case: Case, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu") -> StateMemory:
-    """Return a state memory that holds NaN everywhere."""
-    states = StateLayout(1, case.shape, case.chunk).allocate(slots, dtype, checkpoints, device)
-    for part in (*states.layers, *states.checkpoints):
-        for tensor in vars(part).values():
-            tensor.fill_(torch.nan)
-    return states
 
 
 def through_states(

@@ -1,13 +1,15 @@
-"""Give the tests of kernels thread counts, and distances from the float64 oracle."""
+"""Give the tests of kernels thread counts, memory of states, and distances from the float64 oracle."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numba
 import numpy as np
 import torch
 
 from samebit.kernels.layout.options import Filters
+from samebit.kernels.layout.states.memory import StateLayout, StateMemory, StateShape
 
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
@@ -43,6 +45,27 @@ def rounded_up(vocab: int, peak: int) -> tuple[torch.Tensor, torch.Tensor, torch
     row[peak], row[peak + 16] = 0.0, -16.55
     uniform = 1 - torch.tensor([0.1, 2.0**-25, 2.0**-26, 2.0**-40, 2.0**-53], dtype=torch.float64)
     return row.expand(len(uniform), -1).contiguous(), torch.ones(len(uniform)), uniform
+
+
+class StatesCase(Protocol):
+    """Has the sizes of a recurrent layer, and its chunk."""
+
+    @property
+    def shape(self) -> StateShape:
+        """Return its sizes."""
+
+    @property
+    def chunk(self) -> int:
+        """Return the chunk of its grid."""
+
+
+def memory(case: StatesCase, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu") -> StateMemory:
+    """Allocate state memory that holds NaN everywhere."""
+    states = StateLayout(1, case.shape, case.chunk).allocate(slots, dtype, checkpoints, device)
+    for part in (*states.layers, *states.checkpoints):
+        for tensor in vars(part).values():
+            tensor.fill_(torch.nan)
+    return states
 
 
 def assert_near(actual: torch.Tensor, oracle: torch.Tensor, factor: float = 1.0) -> None:

@@ -9,11 +9,12 @@ import torch
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import SSMOptions
 from samebit.kernels.layout.states.mamba import SSMShape
-from samebit.kernels.layout.states.memory import StateLayout, StateMemory
+from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.ssd import scan
 
 from . import reference
+from .helpers import memory
 from .routes import NextCount, steps
 
 
@@ -87,15 +88,6 @@ def oracle(case: Case, layer: Layer, lengths: tuple[int, ...]) -> torch.Tensor:
         heads, b, c = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, counts, strict=True))
         out.append(reference.ssm_scan(heads, b, c, dt, *layer.parameters, case.dt_limits).flatten(1))
     return torch.cat(out)
-
-
-def memory(case: Case, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu") -> StateMemory:
-    """Return a state memory that holds NaN everywhere."""
-    states = StateLayout(1, case.shape, case.chunk).allocate(slots, dtype, checkpoints, device)
-    for part in (*states.layers, *states.checkpoints):
-        for tensor in vars(part).values():
-            tensor.fill_(torch.nan)
-    return states
 
 
 def step_context(

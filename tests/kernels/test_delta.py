@@ -21,8 +21,8 @@ from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.delta.gates import gates
 from samebit.kernels.ops.delta.rule import delta_rule
 
-from .delta_layer import Case, Layer, layer_of, memory, oracle, through_states
-from .helpers import DTYPES, THREADS, assert_near, leaves, threads
+from .delta_layer import Case, Layer, layer_of, oracle, through_states
+from .helpers import DTYPES, THREADS, assert_near, leaves, memory, threads
 from .mamba_layer import step_context
 from .routes import ROUTES, left_padding, packed_context, padded
 

@@ -17,8 +17,8 @@ from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.ssd import scan
 
 from ..campaign import in_turns
-from .helpers import DTYPES, THREADS, assert_near, leaves, threads
-from .mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, through_states
+from .helpers import DTYPES, THREADS, assert_near, leaves, memory, threads
+from .mamba_layer import Case, Layer, layer_of, oracle, step_context, through_states
 from .routes import ROUTES, left_padding, packed_context, padded
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")

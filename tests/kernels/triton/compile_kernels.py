@@ -331,19 +331,24 @@ def mamba() -> None:
     for dtype, head_dim, size in few + more if every_shape() else few:
         shape = SSMShape(heads=8, head_dim=head_dim, groups=2, state_size=size, taps=4)
         options = SSMOptions(0, 64, shape.groups, size)
-        context = ForwardContext(
-            positions=torch.zeros(20, dtype=torch.int64),
-            row_start=np.array([0, 3], np.int32),
-            lengths=np.array([3, 17], np.int32),
-            starts=np.array([5, 0], np.int32),
-            table_rows=np.array([0, 1], np.int32),
-            block_tables=np.zeros((2, 2), np.int32),
-            block_size=64,
-            states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
-        )
+        context = with_states(shape, dtype)
         x, dt = torch.zeros(20, shape.conv_width, dtype=dtype), torch.zeros(20, 8, dtype=dtype)
         x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=dtype), None, context, options.layer)
         scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
+
+
+def with_states(shape: SSMShape | DeltaShape, dtype: torch.dtype) -> ForwardContext:
+    """Two sequences in a rollout of recurrent layers: one goes on with three tokens, another begins with seventeen."""
+    return ForwardContext(
+        positions=torch.zeros(20, dtype=torch.int64),
+        row_start=np.array([0, 3], np.int32),
+        lengths=np.array([3, 17], np.int32),
+        starts=np.array([5, 0], np.int32),
+        table_rows=np.array([0, 1], np.int32),
+        block_tables=np.zeros((2, 2), np.int32),
+        block_size=64,
+        states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
+    )
 
 
 def mamba_gradients() -> None:
@@ -378,16 +383,7 @@ def delta() -> None:
     kimi = (torch.bfloat16, 8, 8, 128, 128)
     for dtype, key_heads, heads, key_dim, value_dim in (*few, kimi, *more) if every_shape() else (*few, kimi):
         shape = DeltaShape(key_heads, heads, key_dim, value_dim, 4, key_heads == 8)
-        context = ForwardContext(
-            positions=torch.zeros(20, dtype=torch.int64),
-            row_start=np.array([0, 3], np.int32),
-            lengths=np.array([3, 17], np.int32),
-            starts=np.array([5, 0], np.int32),
-            table_rows=np.array([0, 1], np.int32),
-            block_tables=np.zeros((2, 2), np.int32),
-            block_size=64,
-            states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
-        )
+        context = with_states(shape, dtype)
         options = DeltaOptions(0, 64, key_heads, heads, key_dim, value_dim, shape.by_channel)
         of_decays, of_heads = (torch.zeros(20, width, dtype=dtype) for width in (options.decays, heads))
         decay, beta = gates(of_decays, of_heads, torch.zeros(heads), torch.zeros(options.decays))

@@ -9,8 +9,8 @@ import torch
 from samebit.kernels.layout.states.delta import DeltaShape
 
 from ...campaign import first_of
-from ..delta_layer import Case, Layer, layer_of, memory, oracle, through_states
-from ..helpers import assert_near
+from ..delta_layer import Case, Layer, layer_of, oracle, through_states
+from ..helpers import assert_near, memory
 from ..mamba_layer import step_context
 from ..routes import ROUTES, packed_context
 from .gpu import DEVICE

@@ -8,8 +8,8 @@ import torch
 
 from samebit.kernels.layout.states.mamba import SSMShape
 
-from ..helpers import assert_near
-from ..mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, through_states
+from ..helpers import assert_near, memory
+from ..mamba_layer import Case, Layer, layer_of, oracle, step_context, through_states
 from ..routes import ROUTES, packed_context
 from .gpu import DEVICE, few
 
