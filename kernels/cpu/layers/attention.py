@@ -24,11 +24,11 @@ from samebit.kernels.cpu.attention.forward import attend_part
 from samebit.kernels.cpu.attention.write_pages import rotate_and_write
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, table, whole_lines
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
-from samebit.kernels.cpu.layers.mlp import normed, with_mlp
+from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, normed, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.layers.terms import (
     LAYOUT,
@@ -46,10 +46,30 @@ from samebit.kernels.layout.layers.call import LayerCall
 
 _rotate_and_write, _sigmoid = rotate_and_write.part, sigmoid_rows.part
 
-_ROOMS = 13
-"""The most arrays that lie in the room, each from a multiple of sixteen elements on."""
-
 _FLOAT = np.float32(0)
+
+
+class Addresses(NamedTuple):
+    """Holds the addresses of `AttentionWeights.flat`, 0 for what a layer does not have."""
+
+    norm: int
+    mlp_norm: int
+    q_norm: int
+    k_norm: int
+    q: int
+    q_bias: int
+    k: int
+    k_bias: int
+    v: int
+    v_bias: int
+    o: int
+    o_bias: int
+    gate: int
+    gate_bias: int
+    up: int
+    up_bias: int
+    down: int
+    down_bias: int
 
 
 class Sizes(NamedTuple):
@@ -80,14 +100,47 @@ class Numbers(NamedTuple):
     softcap: Any
 
 
-_WEIGHTS, _SIZES, _NUMBERS = 18, len(Sizes._fields), len(Numbers._fields)
+class Rooms(NamedTuple):
+    """Holds the addresses of what is between the kernels: norms, queries, keys, values, rotated queries, queries with
+    their gates; and where that of the MLP begins."""
+
+    normed: int
+    q: int
+    k: int
+    v: int
+    rotated: int
+    with_gates: int
+    of_mlp: int
+
+
+_WEIGHTS, _SIZES, _NUMBERS = len(Addresses._fields), len(Sizes._fields), len(Numbers._fields)
 _LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 4)
-"""Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`,
-and four `Terms`."""
+"""Lays out a layer's record: `Addresses`, `Sizes`, `Numbers`, and four `Terms`."""
 
 _SIZES_AT = 8 * _WEIGHTS
 _NUMBERS_AT = _SIZES_AT + 8 * _SIZES
 _TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
+
+
+@inlined_part
+def _rooms(sizes: Any, rows: int, room: int, itemsize: int) -> Any:
+    """Place the arrays of a layer from an address on; `_room_of` is the room that they take."""
+    heads, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    q = room + whole_lines(rows * sizes.width) * itemsize
+    k = q + whole_lines(rows * heads) * itemsize
+    v = k + whole_lines(rows * keys) * itemsize
+    rotated = v + whole_lines(rows * keys) * itemsize
+    with_gates = rotated + whole_lines(rows * heads) * itemsize
+    of_mlp = with_gates + whole_lines(2 * rows * heads * sizes.gated) * itemsize
+    return Rooms(room, q, k, v, rotated, with_gates, of_mlp)
+
+
+def _room_of(options: AttentionLayerOptions, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of `_rooms` and of the MLP's, those of each row and those of the layer."""
+    heads, keys = options.heads * options.head_dim, options.kv_heads * options.head_dim
+    of_row = options.width + heads + keys + keys + heads + 2 * heads * options.gated  # in the order of `Rooms`
+    of_mlp = 3 * options.inner + options.width
+    return (of_row + of_mlp) * itemsize, (len(Rooms._fields) - 1 + ROOMS_OF_MLP) * LANES * itemsize
 
 
 @kernel_part
@@ -112,42 +165,35 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         work = work_of(call)
         no, at = np.int64(0), call.record
         sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
-        (
-            first_norm, second_norm, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
-            o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
-        ) = read(at, _WEIGHTS, no)  # fmt: skip
+        weights = Addresses(*read(at, _WEIGHTS, no))
         rows, width, dim, itemsize = step.rows, sizes.width, sizes.head_dim, elements(no, 0, kind).itemsize
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
-        normed_at = call.room
-        q = normed_at + whole_lines(rows * width) * itemsize
-        k = q + whole_lines(rows * heads) * itemsize
-        v = k + whole_lines(rows * kv_heads) * itemsize
-        rotated = v + whole_lines(rows * kv_heads) * itemsize
-        both = rotated + whole_lines(rows * heads) * itemsize
-        rest = both
-        attended = q  # the queries are not read any more
-        first, first_heads = q, heads
-        if sizes.gated > 0:
-            rest = both + whole_lines(2 * rows * heads) * itemsize
-            first, first_heads = both, 2 * heads
-        normed(threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
-        multiply(
-            threads, normed_at, width, rows, width,
-            (q_weight, q_bias, first_heads, first, k_weight, k_bias, kv_heads, k, v_weight, v_bias, kv_heads, v), kind,
+        rooms = _rooms(sizes, rows, call.room, itemsize)
+        first, first_heads = (rooms.with_gates, 2 * heads) if sizes.gated > 0 else (rooms.q, heads)
+        normed(
+            threads, call.x, 0, 0, weights.norm, numbers.first_offset, numbers.first_eps, rows, width, rooms.normed,
+            kind,
         )  # fmt: skip
-        add(threads, normed_at, rows, width, terms_at(at + _TERMS_AT, 0), (first, k, v), kind)
+        multiply(
+            threads, rooms.normed, width, rows, width,
+            (weights.q, weights.q_bias, first_heads, first, weights.k, weights.k_bias, kv_heads, rooms.k,
+             weights.v, weights.v_bias, kv_heads, rooms.v), kind,
+        )  # fmt: skip
+        add(threads, rooms.normed, rows, width, terms_at(at + _TERMS_AT, 0), (first, rooms.k, rooms.v), kind)
         if sizes.gated > 0:
             share_out(
-                _split, ROW_PARTS, shared(rows * heads, threads), (both, q, rows * sizes.heads, dim, kind)
+                _split, ROW_PARTS, shared(rows * heads, threads),
+                (rooms.with_gates, rooms.q, rows * sizes.heads, dim, kind),
             )  # fmt: skip
         _rotate_and_write(
-            threads, (q, k, v, step.cos, step.sin, sizes.pages, rotated),
+            threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, step.angles, step.block_size),
-            (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps),
+            (weights.q_norm, kind, weights.k_norm, kind, numbers.head_offset, numbers.head_eps),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
+        attended = rooms.q  # the queries are not read any more
         attend_part(
-            carray(pointer(rotated, kind), (rows, sizes.heads, dim)),
+            carray(pointer(rooms.rotated, kind), (rows, sizes.heads, dim)),
             carray(pointer(sizes.pages, kind), (sizes.num_blocks, sizes.kv_heads, 2, dim * step.block_size)),
             table(step.sequences, 4, step.num_sequences),
             table(work.block_tables, work.num_tables, work.table_width), table(work.tiles, work.num_tiles, 2),
@@ -156,15 +202,18 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         )  # fmt: skip
         if sizes.gated > 0:
             _sigmoid(
-                shared(rows * heads, threads), both + dim * itemsize, attended, kind, rows * sizes.heads, dim, 2 * dim,
-                dim, rotated,
+                shared(rows * heads, threads), rooms.with_gates + dim * itemsize, attended, kind, rows * sizes.heads,
+                dim, 2 * dim, dim, rooms.rotated,
             )  # fmt: skip
-            attended = rotated
-        multiply(threads, attended, heads, rows, heads, (o_weight, o_bias, width, normed_at, *NO_OTHERS), kind)
-        add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (normed_at, no, no), kind)
+            attended = rooms.rotated
+        multiply(
+            threads, attended, heads, rows, heads, (weights.o, weights.o_bias, width, rooms.normed, *NO_OTHERS), kind
+        )  # fmt: skip
+        add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (rooms.normed, no, no), kind)
         finish(
-            threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
-            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
+            threads, (call.x, rooms.normed, call.out, rooms.of_mlp, call.normed), (rows, width, sizes.inner),
+            (weights.mlp_norm, weights.gate, weights.gate_bias, weights.up, weights.up_bias, weights.down,
+             weights.down_bias),
             (numbers.second_eps, numbers.second_offset),
             (terms_at(at + _TERMS_AT, 2), terms_at(at + _TERMS_AT, 3)), itemsize, kind,
         )  # fmt: skip
@@ -237,9 +286,5 @@ def _call(
         *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
         options.gated, options.attention.window, *options.numbers, *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
-    of_heads = 2 * (options.heads + options.kv_heads + options.heads * options.gated) * options.head_dim
-    room = 2 * options.width + of_heads + 3 * options.inner, _ROOMS * LANES
-    return LayerCall(
-        _kernels.at(groups, dtype), record(_LAYOUT, *numbers),
-        (room[0] * dtype.itemsize, room[1] * dtype.itemsize), not options.inner,
-    )  # fmt: skip
+    room = _room_of(options, dtype.itemsize)
+    return LayerCall(_kernels.at(groups, dtype), record(_LAYOUT, *numbers), room, not options.inner)

@@ -21,6 +21,9 @@ from samebit.kernels.layout.grids import LANES
 
 _silu = silu_rows.part
 
+ROOMS_OF_MLP = 4
+"""Counts the arrays that lie in the room of the half, each from a multiple of sixteen elements on."""
+
 
 @kernel_part
 def _norm_part(
