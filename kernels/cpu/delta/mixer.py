@@ -31,8 +31,6 @@ _convolve, _gates, _rule = convolve_rows.part, gates_of_rows.part, rule.part
 _norm = gated_rms_norm_rows.part
 
 _HEAD_WORK = int(1 / WORK_AN_ELEMENT)
-_ROOMS = 11
-"""The arrays that lie in the room, each from a cache line on."""
 
 
 class Sizes(NamedTuple):
@@ -60,6 +58,53 @@ class Memory(NamedTuple):
     block_windows: int
     captured_states: int
     captured_windows: int
+
+
+class Rooms(NamedTuple):
+    """Holds the addresses of what is between the kernels.
+
+    In float32: decay and beta; the gates' parameters, widened where they have another dtype; a bias of zeros. In the
+    elements' dtype: queries, keys and values, the gate, b and a as they are multiplied; the first of these convolved;
+    what the rule gives, and in its place that normed.
+    """
+
+    decay: int
+    beta: int
+    a_log: int
+    dt_bias: int
+    qkv: int
+    gate: int
+    b: int
+    a: int
+    convolved: int
+    mixed: int
+    no_bias: int
+
+
+@inlined_part
+def _rooms(sizes: Any, rows: int, room: int, itemsize: int) -> Any:
+    """Place the arrays of a mixer from an address on; `room_of_mixer` is the room that they take."""
+    heads = sizes.value_heads
+    inner = heads * sizes.value_dim
+    channels = 2 * sizes.key_heads * sizes.key_dim + inner
+    beta = room + whole_lines(rows * heads) * 4
+    a_log = beta + whole_lines(rows * heads) * 4
+    dt_bias = a_log + whole_lines(heads) * 4
+    qkv = dt_bias + whole_lines(heads) * 4
+    gate = qkv + whole_lines(rows * channels) * itemsize
+    b = gate + whole_lines(rows * inner) * itemsize
+    a = b + whole_lines(rows * heads) * itemsize
+    convolved = a + whole_lines(rows * heads) * itemsize
+    mixed = convolved + whole_lines(rows * channels) * itemsize
+    no_bias = mixed + whole_lines(rows * inner) * itemsize
+    return Rooms(room, beta, a_log, dt_bias, qkv, gate, b, a, convolved, mixed, no_bias)
+
+
+def room_of_mixer(options: MixerOptions, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of `_rooms`, those of each row and those of the mixer."""
+    heads, inner, channels = options.rule.value_heads, options.rule.inner, options.rule.width
+    of_row = 4 * (heads + heads) + (channels + inner + heads + heads + channels + inner) * itemsize  # as in `Rooms`
+    return of_row, 4 * (heads + heads + channels) + len(Rooms._fields) * CACHE_LINE
 
 
 @inlined_part
@@ -100,43 +145,36 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         channels = 2 * sizes.key_heads * sizes.key_dim + inner
         layout, captures = (step.sequences, step.num_sequences), (step.captures, step.num_captures)
         eps, scale = numbers
-        decay = room
-        beta = decay + whole_lines(rows * heads) * 4
-        log_at = beta + whole_lines(rows * heads) * 4
-        bias_at = log_at + whole_lines(heads) * 4
-        qkv = bias_at + whole_lines(heads) * 4
-        gate = qkv + whole_lines(rows * channels) * itemsize
-        b = gate + whole_lines(rows * inner) * itemsize
-        a = b + whole_lines(rows * heads) * itemsize
-        convolved = a + whole_lines(rows * heads) * itemsize
-        mixed = convolved + whole_lines(rows * channels) * itemsize
-        no_bias = mixed + whole_lines(rows * inner) * itemsize
-        no = np.int64(0)
-        normed = mixed  # a head is read before it is written
-        zeros = floats(no_bias, channels)
+        rooms, no = _rooms(sizes, rows, room, itemsize), np.int64(0)
+        zeros = floats(rooms.no_bias, channels)
         zeros[:] = 0.0
         # Per key head, the outputs lie where convolution and rule will write, side by side, and where the gates will.
-        project(threads, x, inputs, sizes, rows, (qkv, gate, b, a, convolved, decay), terms, kind)
+        project(
+            threads, x, inputs, sizes, rows, (rooms.qkv, rooms.gate, rooms.b, rooms.a, rooms.convolved, rooms.decay),
+            terms, kind,
+        )  # fmt: skip
         _convolve(
-            shared(rows * channels * sizes.taps, threads), (qkv, channels, taps, no_bias, convolved),
+            shared(rows * channels * sizes.taps, threads), (rooms.qkv, channels, taps, rooms.no_bias, rooms.convolved),
             (rows, channels, sizes.taps), layout, (step.block_size, memory.windows, memory.block_windows),
             (*captures, memory.captured_windows), (kind, kind, kind),
         )  # fmt: skip
         if sizes.gates_in_float32 > 0:
             log_at, bias_at = a_log, dt_bias
         else:
-            log_at, bias_at = _widened(a_log, heads, kind, log_at), _widened(dt_bias, heads, kind, bias_at)
+            log_at, bias_at = _widened(a_log, heads, kind, rooms.a_log), _widened(dt_bias, heads, kind, rooms.dt_bias)
         _gates(
-            shared(rows * heads, threads), (a, heads, b, heads, log_at, bias_at, decay, beta), (rows, heads, 1), scale,
-            kind,
+            shared(rows * heads, threads),
+            (rooms.a, heads, rooms.b, heads, log_at, bias_at, rooms.decay, rooms.beta), (rows, heads, 1), scale, kind,
         )  # fmt: skip
         _rule(
-            shared(rows * inner * sizes.key_dim // _HEAD_WORK, threads), (convolved, channels, decay, beta, mixed),
+            shared(rows * inner * sizes.key_dim // _HEAD_WORK, threads),
+            (rooms.convolved, channels, rooms.decay, rooms.beta, rooms.mixed),
             (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim, False), layout,
             (step.block_size, memory.states), (*captures, memory.captured_states), kind,
         )  # fmt: skip
+        normed = rooms.mixed  # a head is read before it is written
         _norm(
-            shared(rows * inner, threads), (mixed, gate, norm_weight, normed), inner,
+            shared(rows * inner, threads), (rooms.mixed, rooms.gate, norm_weight, normed), inner,
             (rows, inner, heads, sizes.value_dim), eps, False, sizes.by_sigmoid > 0, kind, kind,
         )  # fmt: skip
         multiply(threads, normed, inner, rows, inner, (out_weight, out_bias, width, out, *NO_OTHERS), kind)
@@ -144,11 +182,3 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
 
     made: Callable[..., None] = mixer
     return made
-
-
-def room_of_mixer(options: MixerOptions, itemsize: int) -> tuple[int, int]:
-    """Return the bytes, of each row and of the layer, that a mixer needs for what is between its kernels."""
-    rule = options.rule
-    elements_of_row = 2 * rule.width + 2 * rule.inner + 2 * rule.value_heads
-    floats_of_row, floats_of_layer = 2 * rule.value_heads, 2 * rule.value_heads + rule.width
-    return elements_of_row * itemsize + 4 * floats_of_row, 4 * floats_of_layer + _ROOMS * CACHE_LINE
