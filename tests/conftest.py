@@ -27,13 +27,13 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numba
 import pytest
 import torch
-from hypothesis import settings
 
 from . import forks
 from .order import longest_first, share_a_cluster
@@ -49,8 +49,11 @@ if not torch.cuda.is_available():
 numba.set_num_threads(1)
 torch.set_num_threads(1)
 gc.disable()
-settings.register_profile("without a deadline", settings(), deadline=None)
-settings.load_profile("without a deadline")
+if find_spec("hypothesis") is not None:  # tests of a GPU run without it
+    from hypothesis import settings
+
+    settings.register_profile("without a deadline", settings(), deadline=None)
+    settings.load_profile("without a deadline")
 importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 
 TESTS = Path(__file__).parent
