@@ -57,7 +57,7 @@ def test_defaults_change_no_bit(name: str) -> None:
 
 
 def test_gradients_by_channel_are_not_of_tf32() -> None:
-    """They are torch's operations, in whose float32 products a trainer may turn it on."""
+    """Gradients by channel are torch's operations, in whose float32 products a trainer may turn TF32 on."""
     options, device = DeltaOptions(0, 64, 4, 4, 64, 64, by_channel=True), torch.device("cuda")
     context = training_context(tuple(IDS.shape), None, None, device)
     rows = IDS.numel()

@@ -218,7 +218,7 @@ class _Products(TorchDispatchMode):
 
 
 def test_gradients_by_channel_do_not_depend_on_how_torch_multiplies() -> None:
-    """A trainer may let it multiply float32 in TF32; on a CPU, in bfloat16."""
+    """A trainer may let torch multiply float32 in TF32; on a CPU, in bfloat16."""
     case, lengths = Case(DeltaShape(2, 2, key_dim=64, value_dim=64, taps=3, by_channel=True), 16), (70, 70)
     options, rows = case.options, sum(lengths)
     torch.manual_seed(0)

@@ -117,7 +117,7 @@ def test_memory_that_the_machine_has_not_is_refused() -> None:
 
 
 def test_another_system_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `fcntl` does not know the seals."""
+    """The `fcntl` of another system does not know the seals."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(fcntl, "F_SEAL_SHRINK")
     with pytest.raises(ImportError, match=r"samebit\.weight_sync runs on Linux, .*; this system is 'darwin'"):
