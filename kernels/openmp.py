@@ -21,19 +21,22 @@ where processes share the cores, ten times the time. So the pool is started by `
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import numba
+from samebit.kernels.libgomp import VARIABLES, on_all_places, runtimes
+
+with on_all_places():  # Numba counts the processors of the thread that imports it
+    import numba
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000", "NUMBA_THREADING_LAYER": "omp"}
 """Read when OpenMP and Numba are loaded: idle threads soon sleep, after a spin that is long enough for the gaps between
 the operations of a step; Numba's thread pool is of the kind that several Python threads may call."""
 
-_MAPS = Path("/proc/self/maps")
 _PAUSE_SOFT = 1
 
 
@@ -118,16 +121,16 @@ def require_openmp() -> None:
 def start_pool() -> None:
     """Start Numba's pool unless it runs. Parallel operations of the calling thread keep their number of threads, and
     none holds another one."""
-    counts = [runtime.omp_get_max_threads() for runtime in _runtimes()]
+    counts = [runtime.omp_get_max_threads() for runtime in runtimes()]
     numba.get_num_threads()
-    for runtime, count in zip(_runtimes(), counts, strict=True):
+    for runtime, count in zip(runtimes(), counts, strict=True):
         runtime.omp_set_num_threads(count)
         runtime.omp_set_max_active_levels(1)
 
 
 def release_idle_threads() -> None:
     """End the OpenMP workers of the calling thread; its next parallel operation starts new ones (0.1 to 1 ms)."""
-    for runtime in _runtimes():
+    for runtime in runtimes():
         runtime.omp_pause_resource_all(_PAUSE_SOFT)
 
 
@@ -141,17 +144,23 @@ def num_threads() -> int:
     return found
 
 
-@cache
-def _runtimes() -> tuple[ctypes.CDLL, ...]:
-    """List every libgomp of this process that can pause (OpenMP 5.0); none where there is no such list."""
-    if not _MAPS.exists():
-        return ()
-    mapped = (line.split(maxsplit=5)[-1] for line in os.fsdecode(_MAPS.read_bytes()).splitlines() if "libgomp" in line)
-    paths = sorted({path for path in mapped if Path(path).is_file()})  # else it was replaced: "... (deleted)"
-    return tuple(lib for lib in map(ctypes.CDLL, paths) if hasattr(lib, "omp_pause_resource_all"))
+def _warn_of_few_threads(wanted: int) -> None:
+    """Say which variables had bound this thread to a place before Numba, imported by others, counted its processors."""
+    counted = numba.config.NUMBA_NUM_THREADS
+    if counted >= wanted or "NUMBA_NUM_THREADS" in os.environ:
+        return
+    named = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    warnings.warn(
+        f"kernels have {counted} of the {wanted} processors that OpenMP computes on: {named} had bound the thread that "
+        "imported numba. Import samebit before numba, or set NUMBA_NUM_THREADS",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 require_linux()
-load_openmp(lambda: import_module("numba.np.ufunc.omppool"), _copies_of_torch)
+with on_all_places() as _places:  # for a copy of libgomp that is loaded here
+    load_openmp(lambda: import_module("numba.np.ufunc.omppool"), _copies_of_torch)
 require_openmp()
+_warn_of_few_threads(len(_places))
 _threads_of_pool = ctypes.CFUNCTYPE(ctypes.c_int)(import_module("numba.np.ufunc.omppool").get_num_threads)

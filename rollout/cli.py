@@ -106,10 +106,12 @@ def _at_least(least: int, text: str) -> int:
 def _load_openmp(own: bool) -> None:
     """Load OpenMP before torch does; start over where a process of our own had not said how idle threads wait."""
     with _collecting_no_garbage():
+        from samebit.kernels.libgomp import leave_place
         from samebit.kernels.openmp import ENVIRONMENT
 
     if own and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.update(ENVIRONMENT | dict(os.environ))
+        leave_place()  # or OpenMP would find no other one when it is loaded again
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

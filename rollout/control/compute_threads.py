@@ -4,6 +4,7 @@ Invariants
 ----------
 * While the generation thread sleeps it has no workers of OpenMP: libgomp would let those of a trainer sleep at once.
 * Its team, which kernels compute with on a CPU, sleeps then, and leaves its processors to others.
+* Neither is bound to the place of OpenMP that the caller's thread may be bound to.
 * On a GPU the generation thread and the clerk launch on the default stream, a command in another thread on its
   caller's. What callers have launched on a stream of their own comes first, and theirs waits for the worker's: weights
   that an optimizer writes there are read when they are there, and those that arrive are there when it goes on.
@@ -15,6 +16,7 @@ from pathlib import Path
 import numba
 import torch
 
+from samebit.kernels.libgomp import leave_place, places
 from samebit.kernels.openmp import release_idle_threads, start_pool
 from samebit.kernels.team.team import Team, teams_run_here
 from samebit.weight_sync.transports.container import ROOT, processors
@@ -31,7 +33,7 @@ class ComputeThreads:
 
     def __init__(self, num_threads: int | None = None, device: torch.device | None = None, root: Path = ROOT) -> None:
         start_pool()
-        most = processors(root)
+        most = min(filter(None, (processors(root), len(places()))), default=None)
         own = numba.get_num_threads()
         fewer: bool = own < numba.config.NUMBA_DEFAULT_NUM_THREADS
         self._of_torch = num_threads or _within(most, torch.get_num_threads(), "OMP_NUM_THREADS")
@@ -61,6 +63,7 @@ class ComputeThreads:
         """Make sure, in the generation thread, that its team is there: on a CPU, each thread at a place of its own."""
         if self._gathered:
             return
+        leave_place()  # before the team starts, which inherits it
         if self._team is None and self._device.type == "cpu" and self._of_numba > 1 and teams_run_here():
             self._team = Team(self._of_numba)
         if self._team is not None:

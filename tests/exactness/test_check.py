@@ -432,3 +432,14 @@ def test_idle_threads_of_a_command_sleep_unless_the_user_says_otherwise(
     )
     assert re.findall("OMP_WAIT_POLICY = '(.*)'", done.stderr)[-1] == policy
     assert re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)[-1] == spins
+
+
+def test_a_command_that_starts_over_for_that_has_the_processors_that_it_had() -> None:
+    """OpenMP, where it binds threads, has bound the one that starts over to the first of its places."""
+    program = "import sys; sys.modules['safetensors'] = None; from samebit.rollout import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", program, "check", "nothing"]
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    own = {"OMP_DISPLAY_ENV": "verbose", "OMP_PROC_BIND": "close"}
+    done = subprocess.run(command, env=others | own, text=True, stderr=subprocess.PIPE, timeout=600)
+    before, after = re.findall("OMP_PLACES = '(.*)'", done.stderr)
+    assert before == after

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from samebit.kernels import openmp
+from samebit.kernels.libgomp import runtimes
 
 from ..forks import python
 from ..patience import HANG
@@ -223,11 +224,11 @@ def test_no_parallel_operation_of_the_trainer_holds_another_one() -> None:
     it to the thread in which that is.)
     """
     script = """
-from samebit.kernels.openmp import _runtimes
+from samebit.kernels.libgomp import runtimes
 import torch
 from samebit.kernels.ops.linear import linear
 linear(torch.randn(3, 8), torch.randn(4, 8))
-print([runtime.omp_get_max_active_levels() for runtime in _runtimes()])
+print([runtime.omp_get_max_active_levels() for runtime in runtimes()])
 """
     done = subprocess.run([*python(), "-c", script], check=True, text=True, stdout=subprocess.PIPE)
     assert set(json.loads(done.stdout)) == {1}
@@ -254,7 +255,7 @@ def test_a_runtime_may_lie_in_a_folder_of_any_name(name: bytes, gone: bool, tmp_
     """
     folder = tmp_path / os.fsdecode(name)
     folder.mkdir()
-    copy = shutil.copy(openmp._runtimes()[0]._name, folder / "libgomp-of-another-package.so")
+    copy = shutil.copy(runtimes()[0]._name, folder / "libgomp-of-another-package.so")
     script = """
 import ctypes, os, sys
 ctypes.CDLL(sys.argv[1])

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samebit.kernels.libgomp import VARIABLES
 from samebit.kernels.openmp import process_environment
 from samebit.kernels.team import team as teams
 from samebit.kernels.team.places import SIBLINGS, places_of, processors_in, siblings_of
@@ -65,6 +66,30 @@ with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=int(sys.argv[1]), m
         handle.cancel()
         ended = handle.result().samples[0].finish_reason
     print(json.dumps([working, when(lambda places: not places)]))
+"""
+
+WHERE_OPENMP_BINDS = """
+import json, os, sys, threading
+if sys.argv[1] == "torch":
+    import torch
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+import numba
+sys.path.insert(0, sys.argv[3])
+from tiny_llama import tiny
+
+def places():
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(("Main", "samebit"))]
+    return {thread.name: sorted(os.sched_getaffinity(thread.native_id)) for thread in threads}
+
+with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=json.loads(sys.argv[2]), max_model_len=2048)) as worker:
+    ended = "length"
+    while ended == "length":  # a process that waits long for a processor looks when all is done
+        handle = worker.submit([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+        next(iter(handle))
+        working = places()
+        handle.cancel()
+        ended = handle.result().samples[0].finish_reason
+    print(json.dumps([numba.config.NUMBA_NUM_THREADS, working]))
 """
 
 
@@ -266,3 +291,51 @@ def test_workers_are_bound_while_a_rollout_worker_generates_and_not_afterwards(f
     assert fewer or len(working) == threads - 1
     assert len(working) == len(places_of(set(PROCESSORS), threads, PROCESSORS[0], siblings_of))
     assert len(set(bound)) == len(bound)
+
+
+def bound_by_openmp(variable: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script where this variable, given as NAME=VALUE, has OpenMP bind threads, and none says how many."""
+    counts = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+    others = {name: value for name, value in os.environ.items() if name not in (*counts, *VARIABLES)}
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=others | dict([variable.split("=", 1)]),
+        check=True, text=True, capture_output=True, timeout=HANG,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
+@pytest.mark.parametrize(
+    ("first", "variable"),
+    [("samebit", "OMP_PROC_BIND=close"), ("torch", "OMP_PLACES=threads")],
+)
+def test_a_worker_has_the_processors_of_all_places_of_openmp(first: str, variable: str) -> None:
+    """The caller's thread has one of them, as OpenMP wants it."""
+    threads = len(PROCESSORS)
+    done = bound_by_openmp(variable, WHERE_OPENMP_BINDS, first, str(threads), str(MODELS))
+    counted, places = json.loads(done.stdout)
+    bound = [processor for name in places if name.startswith("samebit-compute") for processor in places[name]]
+    assert counted == threads
+    assert set(places["MainThread"]) < set(PROCESSORS)
+    assert places["samebit-generation"] == PROCESSORS
+    assert len(bound) == len(set(bound)) == threads - 1
+    assert "RuntimeWarning" not in done.stderr
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
+def test_a_worker_keeps_to_the_places_that_openmp_is_given() -> None:
+    """With as many threads, unless it is told how many."""
+    place = f"{{{PROCESSORS[-1]}}}"
+    done = bound_by_openmp(f"OMP_PLACES={place}", WHERE_OPENMP_BINDS, "samebit", "null", str(MODELS))
+    _, places = json.loads(done.stdout)
+    assert places["samebit-generation"] == PROCESSORS[-1:]
+    assert not [name for name in places if name.startswith("samebit-compute")]
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
+def test_a_numba_that_has_counted_one_place_is_said_by_name() -> None:
+    script = "import torch, numba, samebit.kernels"
+    done = bound_by_openmp("GOMP_CPU_AFFINITY=" + " ".join(map(str, PROCESSORS)), script)
+    said = f"kernels have 1 of the {len(PROCESSORS)} processors that OpenMP computes on: GOMP_CPU_AFFINITY="
+    assert f"RuntimeWarning: {said}" in done.stderr
+    assert "Import samebit before numba, or set NUMBA_NUM_THREADS" in done.stderr
