@@ -244,4 +244,5 @@ def _flat(x: torch.Tensor) -> Any:
 
 
 def _row_stride(x: torch.Tensor) -> int:
-    return x.stride(-2) if x.dim() > 1 else x.shape[-1]
+    """Return how far apart rows lie; the stride of an axis of size 1 says nothing of it."""
+    return x.shape[-1] if x.dim() < 2 or x.is_contiguous() else x.stride(-2)

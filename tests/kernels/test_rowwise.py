@@ -114,6 +114,20 @@ def test_halves_of_a_fused_projection_give_the_bits_of_whole_tensors(name: str, 
     assert torch.equal(gated(name, gate, up), gated(name, gate.contiguous(), up.contiguous()))
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_rows_lie_side_by_side_whatever_the_stride_of_an_axis_of_size_1_says(name: str) -> None:
+    """torch takes such tensors for contiguous: a part of a batch that was turned around has this stride."""
+    rows, width = 5, 9
+    storage = torch.randn(2, rows * rows * width)
+    found = []
+    for strides in ((width, rows * width, 1), (width, width, 1)):
+        given = [part.as_strided((rows, 1, width), strides).requires_grad_() for part in storage.clone()]
+        assert all(part.is_contiguous() for part in given)
+        out = gated(name, *given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("gate_first", "by_sigmoid"), [(True, False), (False, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("width", "groups"), [(100, 1), (258, 2), (1000, 8)])
