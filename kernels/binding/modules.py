@@ -126,7 +126,7 @@ class RotaryFacts:
             return None
         known = self._known.get(layer_type)
         if known is None or len(known[0]) < longest:
-            positions = torch.arange(1 << longest.bit_length())
+            positions = torch.arange(1 << longest.bit_length(), device="cpu")
             cos, sin = angles_of(positions, self.frequencies[layer_type], self.scaling[layer_type])
             known = self._known[layer_type] = cos.numpy(), sin.numpy()
         return known

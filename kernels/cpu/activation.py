@@ -209,8 +209,8 @@ def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[t
     gate, up = saved
     if activation not in _LOOPS:
         return _gelu_backward(gate, up, grad)
-    grad_gate = torch.empty(gate.shape, dtype=gate.dtype)
-    grad_up = torch.empty(up.shape, dtype=up.dtype)
+    grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device="cpu")
+    grad_up = torch.empty(up.shape, dtype=up.dtype, device="cpu")
     width = gate.shape[-1]
     _LOOPS[activation].backward(
         gate.numel(), _flat(gate), _flat(up), array(grad.contiguous()).reshape(-1), gate.numel() // width, width,

@@ -40,7 +40,7 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     held = []  # what the addresses point to
     for weight, bias in layers:
         weight, bias, outputs = weight.contiguous(), None if bias is None else bias.contiguous(), weight.size(0)
-        out = torch.empty(*shape, outputs, dtype=dtype)
+        out = torch.empty(*shape, outputs, dtype=dtype, device="cpu")
         addresses += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, out.data_ptr()
         held.append((weight, bias))
         results.append(out)
@@ -79,7 +79,7 @@ def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.gradient_of_weight`."""
     if not _by_own_kernels(grad):
         return torch_product(grad.T, x)
-    out = torch.empty(grad.size(1), x.size(1), dtype=grad.dtype)
+    out = torch.empty(grad.size(1), x.size(1), dtype=grad.dtype, device="cpu")
     write_gradient_of_weight(grad, x, out)
     return out
 

@@ -229,7 +229,7 @@ _entropy_gradient_rows = SharedKernel(_entropy_backward)
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.log_softmax`."""
-    out = torch.empty(logits.shape, dtype=torch.float32)
+    out = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     _log_softmax_rows(logits.numel(), _readable(logits), temperatures.numpy(), out.numpy())
     return out
 
@@ -249,7 +249,7 @@ def gather_gradient(
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.gather_gradient`."""
-    out = torch.empty(logits.shape, dtype=_dtype_read(logits))
+    out = torch.empty(logits.shape, dtype=_dtype_read(logits), device="cpu")
     _gather_gradient_rows(
         logits.numel(), _readable(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(),
         peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
@@ -272,7 +272,7 @@ def entropy_gradient(
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.entropy_gradient`."""
-    out = torch.empty(logits.shape, dtype=_dtype_read(logits))
+    out = torch.empty(logits.shape, dtype=_dtype_read(logits), device="cpu")
     _entropy_gradient_rows(
         logits.numel(), _readable(logits), temperatures.contiguous().numpy(), entropies.numpy(), peaks.numpy(),
         log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
@@ -283,8 +283,8 @@ def entropy_gradient(
 def _three_a_row(logits: torch.Tensor) -> Reduced:
     """Return room for results, which is no view: autograd lets nobody write to one that an operation returns; and for
     normalisers."""
-    peaks, log_totals = torch.empty(2, logits.shape[0], dtype=torch.float32).unbind(0)
-    return torch.empty(logits.shape[0], dtype=torch.float32), peaks, log_totals
+    peaks, log_totals = torch.empty(2, logits.shape[0], dtype=torch.float32, device="cpu").unbind(0)
+    return torch.empty(logits.shape[0], dtype=torch.float32, device="cpu"), peaks, log_totals
 
 
 def _readable(logits: torch.Tensor) -> Any:

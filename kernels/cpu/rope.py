@@ -107,7 +107,7 @@ def join_rotated(
     """Implement `Operations.join_rotated`."""
     x, y = x.contiguous(), y if y.stride(2) == 1 else y.contiguous()
     rows, heads, width = x.shape
-    out = torch.empty(rows, heads, width + y.shape[2], dtype=x.dtype)
+    out = torch.empty(rows, heads, width + y.shape[2], dtype=x.dtype, device="cpu")
     _join_rows(
         y.numel(), array(x), y.data_ptr(), y.stride(0), y.stride(1), neighbours, cos.numpy(), sin.numpy(), array(out),
         kind_of(x.dtype),

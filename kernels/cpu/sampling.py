@@ -113,7 +113,7 @@ def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.draw`."""
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device="cpu")
     _draw_rows(logits.numel(), logits.numpy(), temperatures.numpy(), uniform.numpy(), out.numpy())
     return out
 
@@ -123,7 +123,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `dispatch.WholeCalls.sample`."""
     rows = logits.shape[0]
-    tokens, found = torch.empty(rows, dtype=torch.int64), torch.empty(3, rows, dtype=torch.float64)
+    tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
+    found = torch.empty(3, rows, dtype=torch.float64, device="cpu")
     _sample_rows(
         logits.numel(), logits.numpy(), temperatures.numpy(), keys.numpy(), counters.numpy(), tokens.numpy(),
         found.numpy(),
@@ -141,7 +142,7 @@ def keep_likely(logits: torch.Tensor, filters: Filters) -> None:
 def _keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     order = torch.sort(row, descending=True, stable=True).indices
     scaled = row[order].double() / temperature
-    keep = torch.ones(len(row), dtype=torch.bool)
+    keep = torch.ones(len(row), dtype=torch.bool, device="cpu")
     if top_k > 0:
         keep[top_k:] = False
     weights = (scaled - scaled[0]).exp()

@@ -43,6 +43,6 @@ def transposed(matrix: torch.Tensor) -> torch.Tensor:
         return matrix.t()
     matrix = matrix.contiguous()
     rows, width = matrix.shape
-    out = torch.empty(width, rows, dtype=torch.float32)
+    out = torch.empty(width, rows, dtype=torch.float32, device="cpu")
     _transposed(matrix.numel() // _COPIES_AN_ELEMENT, matrix.data_ptr(), rows, width, out.data_ptr())
     return out

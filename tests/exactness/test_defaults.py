@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, token_logprobs
+from samebit.kernels import bind, logprobs_from_logits, token_logprobs
 from samebit.kernels.binding.modules import RotaryFacts
+from samebit.kernels.binding.trainer.training import token_scores
 from samebit.kernels.layout.transfer import Staging, sent
+from samebit.kernels.ops.logprobs import entropy_from_logits
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
-from .families import make_model, token_ids
+from .families import SPARSE, bound_model, make_model, token_ids
 
 
 @pytest.fixture
@@ -45,6 +47,34 @@ def test_a_worker_answers_as_ever() -> None:
         [output] = worker.generate(token_ids(7), wanted)
     assert len(output.prompt_top_logprobs or []) == 7
     assert len(output.samples[0].logprobs) == 3
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "FalconH1", "Qwen3Next", "GptOss", "StableLm", "DeepseekV3", *SPARSE[:1]])
+def test_a_model_on_the_host_is_computed_there(name: str) -> None:
+    """Torch computes its own there too; kernels that are given an address of another device end the process."""
+    model, found = bind(make_model(name, torch.float32)), []
+    ids = torch.tensor(token_ids(70))
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            scores = token_logprobs(model, ids)
+            scores.sum().backward()
+        found.append([scores, *(part.grad for part in model.parameters() if part.grad is not None)])
+        model.zero_grad()
+    assert len(found[0]) > 10
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_logits_on_the_host_are_scored_there() -> None:
+    model, ids = bound_model("Qwen3"), torch.tensor(token_ids(9, 9))
+    logits, found = torch.randn(9, 50), []
+    for device in ("cpu", "meta"):
+        given = logits.clone().requires_grad_()
+        with torch.device(device):
+            scores = token_scores(model, ids, temperature=0.7, with_entropy=True)
+            values = [logprobs_from_logits(given, ids[0] % 50, 0.7), entropy_from_logits(given)]
+            sum(value.sum() for value in values).backward()
+        found.append([scores["log_probs"], scores["entropy"], *values, given.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_angles_are_those_of_the_host() -> None:

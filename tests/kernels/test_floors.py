@@ -1,4 +1,5 @@
-"""The floors of `samebit.kernels` hold: imports go down only, in one place to a device, and in no circle.
+"""The floors of `samebit.kernels` hold: imports go down only, in one place to a device, and in no circle. And new
+tensors name their device.
 
 Every import counts: inside of functions and under TYPE_CHECKING too.
 """
@@ -28,6 +29,14 @@ BELOW = {
     "team": {"team"},
 }
 """Names what each floor may import, itself included; `ops.dispatch` may import the devices too."""
+MAKERS = {
+    f"torch.{name}"
+    for name in (
+        *("empty", "empty_strided", "full", "ones", "zeros", "tensor", "as_tensor", "asarray", "scalar_tensor"),
+        *("arange", "eye", "linspace", "rand", "randint", "randn", "randperm", "tril_indices", "triu_indices"),
+    )
+}
+"""Names functions that make a tensor on the device that a caller may have chosen for all of them."""
 
 
 @cache
@@ -80,6 +89,33 @@ def test_a_rollout_knows_no_device() -> None:
     rollout = ROOT.parent / "rollout"
     devices = tuple(f"{PACKAGE}.{name}" for name in ("cpu", "triton"))
     assert [path for path in rollout.rglob("*.py") if any(one.startswith(devices) for one in imports_of(path))] == []
+
+
+def test_a_new_tensor_names_its_device() -> None:
+    """Otherwise it lies where the caller has new tensors made, and a kernel writes to an address of a GPU, or to 0."""
+    calls = [(path, call) for path in ROOT.rglob("*.py") for call in calls_of_makers(ast.parse(path.read_text()))]
+    assert len(calls) > 100
+    assert [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path, call in calls
+        if "device" not in [given.arg for given in call.keywords]
+    ] == []
+
+
+def calls_of_makers(tree: ast.AST) -> list[ast.Call]:
+    names = MAKERS | renamed(tree)
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+
+
+def renamed(tree: ast.AST) -> set[str]:
+    """Return other names of makers, as of ``empty = torch.empty if whole else torch.zeros``."""
+    return {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)
+        for name in node.targets
+        if isinstance(name, ast.Name) and {ast.unparse(part) for part in ast.walk(node.value)} & MAKERS
+    }
 
 
 @pytest.mark.parametrize("device", ["cpu", "triton"])

@@ -324,7 +324,7 @@ def test_a_worker_has_the_processors_of_all_places_of_openmp(first: str, variabl
 
 @pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
 def test_a_worker_keeps_to_the_places_that_openmp_is_given() -> None:
-    """With as many threads, unless it is told how many."""
+    """It has as many threads, unless it is told how many."""
     place = f"{{{PROCESSORS[-1]}}}"
     done = bound_by_openmp(f"OMP_PLACES={place}", WHERE_OPENMP_BINDS, "samebit", "null", str(MODELS))
     _, places = json.loads(done.stdout)

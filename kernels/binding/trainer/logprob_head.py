@@ -88,7 +88,7 @@ class _Scored(torch.autograd.Function):
         logprobs, entropy = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
         peaks, log_totals = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
         parts = _parts(len(x), _rows_at_once(len(weight)))
-        of_head = torch.empty(0)
+        of_head = x.new_empty(0)
         for part in parts:
             of_head = _as_read(linear(x[part], weight, bias), epilogue)
             logits = epilogue(config, of_head)

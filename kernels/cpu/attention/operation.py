@@ -35,8 +35,8 @@ def attention_forward(
         _write(k, v, pages, context)
         return _attend(q, pages, context, options, sinks, None), ()
     tokens, kv_heads, head_dim = k.shape
-    pages = torch.empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size, dtype=k.dtype)
-    lse = torch.zeros(tokens, q.shape[1], dtype=torch.float32)
+    pages = torch.empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size, dtype=k.dtype, device="cpu")
+    lse = torch.zeros(tokens, q.shape[1], dtype=torch.float32, device="cpu")
     _write(k, v, pages, context)
     out = _attend(q, pages, context, options, sinks, lse)
     return out, (q, pages, out, lse) if sinks is None else (q, pages, out, lse, sinks)
@@ -88,9 +88,9 @@ def attention_backward(
     q, pages, out, lse, *sinks = saved
     tokens, _, head_dim = q.shape
     empty = torch.empty if context.covers_all_rows else torch.zeros  # padding rows are not written
-    grad_q = empty(q.shape, dtype=q.dtype)
-    grad_kv = empty(2, tokens, pages.shape[1], head_dim, dtype=q.dtype)
-    deltas = empty(lse.shape, dtype=torch.float32)
+    grad_q = empty(q.shape, dtype=q.dtype, device="cpu")
+    grad_kv = empty(2, tokens, pages.shape[1], head_dim, dtype=q.dtype, device="cpu")
+    deltas = empty(lse.shape, dtype=torch.float32, device="cpu")
     backward.backward(
         array(q.contiguous()), array(pages), context.layout.numpy(), context.block_tables, _scales(options),
         array(out), lse.numpy(), array(grad.contiguous()), array(grad_q), array(grad_kv), deltas.numpy(), num_threads(),

@@ -75,7 +75,8 @@ def gates(
     (a, a_stride), (b, b_stride) = with_unit_stride(a), with_unit_stride(b)
     a_log, bias = a_log.contiguous(), bias.contiguous()
     # numbers: a shape takes twice as long
-    decay, beta = torch.empty(rows, wide, dtype=torch.float32), torch.empty(rows, heads, dtype=torch.float32)
+    decay = torch.empty(rows, wide, dtype=torch.float32, device="cpu")
+    beta = torch.empty(rows, heads, dtype=torch.float32, device="cpu")
     tensors = (
         a.data_ptr(), a_stride, b.data_ptr(), b_stride, a_log.data_ptr(), bias.data_ptr(), decay.data_ptr(),
         beta.data_ptr(),

@@ -122,7 +122,7 @@ def _chunks(parts: dict[str, torch.Tensor], decay: torch.Tensor, context: Forwar
     chunks = []
     for first in range(0, int(lengths.max()) if len(lengths) else 0, size):
         count = int((lengths > first).sum())
-        place = first + torch.arange(min(size, int(lengths.max()) - first))
+        place = first + torch.arange(min(size, int(lengths.max()) - first), device="cpu")
         real = place < lengths[:count, None]
         rows = torch.where(real, starts[:count, None] + place, 0).to(decay.device)
         real = real.to(decay.device)
@@ -145,7 +145,7 @@ def _walk_back(chunks: list[_Chunk], found: _Gradients) -> None:
             z, _, g, r, p = chunk.v.shape
             state = chunk.v.new_zeros(z, g, r, chunk.k.shape[-1], p)
         steps.append((chunk, state, _solve(chunk, state)))
-    after = torch.zeros_like(steps[-1][1]) if steps else torch.empty(0)
+    after = torch.zeros_like(steps[-1][1]) if steps else torch.empty(0, device="cpu")
     for chunk, state, solved in reversed(steps):
         after = F.pad(after, (0, 0, 0, 0, 0, 0, 0, 0, 0, len(state) - len(after)))
         after = _chunk_gradients(chunk, state, solved, after, found)

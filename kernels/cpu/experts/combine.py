@@ -28,7 +28,7 @@ def combine(outputs: torch.Tensor, place_of: torch.Tensor, weights: torch.Tensor
 
 def add_up(outputs: torch.Tensor, place_of: torch.Tensor) -> torch.Tensor:
     """Return the sums ``[T, W]`` of what lies at each row's places."""
-    return combine(outputs, place_of, torch.ones(place_of.shape, dtype=torch.float32))
+    return combine(outputs, place_of, torch.ones(place_of.shape, dtype=torch.float32, device="cpu"))
 
 
 def combine_backward(

@@ -62,9 +62,9 @@ def route_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
     """Implement `Operations.route_forward`."""
     rows, experts = logits.shape
-    ids = torch.empty(rows, options.top_k, dtype=torch.int32)
-    weights = torch.empty(rows, options.top_k, dtype=torch.float32)
-    added = torch.zeros(experts, dtype=torch.float32) if correction is None else correction.contiguous()
+    ids = torch.empty(rows, options.top_k, dtype=torch.int32, device="cpu")
+    weights = torch.empty(rows, options.top_k, dtype=torch.float32, device="cpu")
+    added = torch.zeros(experts, dtype=torch.float32, device="cpu") if correction is None else correction.contiguous()
     rule = rule_of(options, correction is not None)
     _choose(4 * logits.numel(), array(logits), array(added), rule, array(ids), array(weights))
     return ids, weights, (logits, ids, weights)

@@ -41,8 +41,8 @@ def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
         ValueError: ids of no expert.
     """
     ids = ids.contiguous()
-    row_of, place_of = torch.empty(ids.numel(), dtype=torch.int32), torch.empty_like(ids)
-    offsets = torch.zeros(experts + 1, dtype=torch.int64)
+    row_of, place_of = torch.empty(ids.numel(), dtype=torch.int32, device="cpu"), torch.empty_like(ids)
+    offsets = torch.zeros(experts + 1, dtype=torch.int64, device="cpu")
     try:
         _sort(array(ids), array(row_of), array(place_of), array(offsets))
     except IndexError:

@@ -38,14 +38,14 @@ def latent_forward(
     tokens, count, width = q.shape
     pages, lse = None if context.pages is None else context.pages[options.layer], None
     if pages is None:
-        pages = torch.empty(context.num_blocks, context.block_size, width, dtype=latents.dtype)
-        lse = torch.zeros(tokens, count, dtype=torch.float32)
+        pages = torch.empty(context.num_blocks, context.block_size, width, dtype=latents.dtype, device="cpu")
+        lse = torch.zeros(tokens, count, dtype=torch.float32, device="cpu")
     blocks, offsets, sequences, block_tables, tiles = context.read_by_layers
     memory = array(pages)
     write_pages.write_pages(latents.numel(), array(latents.contiguous()), blocks, offsets, memory)
     q = q.contiguous()
     empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(tokens, count, options.rank, dtype=q.dtype)
+    out = empty(tokens, count, options.rank, dtype=q.dtype, device="cpu")
     forward.attend(
         array(q), memory, sequences, block_tables, tiles,
         _NO_LISTS if chosen is None else chosen.numpy(), most_heads_together(count), np.float32(options.scale),
@@ -63,8 +63,8 @@ def latent_backward(
     q, pages, out, lse, *chosen = saved
     tokens, count, width = q.shape
     together = _divisor(count, _GRADIENT_HEADS)
-    grad_q = torch.zeros(q.shape, dtype=torch.float32)
-    grad_latents = torch.zeros(count // together, tokens, width, dtype=torch.float32)
+    grad_q = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
+    grad_latents = torch.zeros(count // together, tokens, width, dtype=torch.float32, device="cpu")
     backward.backward(
         array(q), array(pages), context.layout.numpy(), context.block_tables,
         chosen[0].numpy() if chosen else _NO_LISTS, together, np.float32(options.scale),

@@ -53,9 +53,9 @@ def choose_keys(
     """Implement `Operations.choose_keys`."""
     pages = None if context.pages is None else context.pages[options.layer]
     if pages is None and context.longest > options.top_k:
-        pages = torch.empty(context.num_blocks, context.block_size, options.size, dtype=keys.dtype)
+        pages = torch.empty(context.num_blocks, context.block_size, options.size, dtype=keys.dtype, device="cpu")
     if pages is None:
-        return torch.empty(context.num_rows, 0, dtype=torch.int32)
+        return torch.empty(context.num_rows, 0, dtype=torch.int32, device="cpu")
     blocks, offsets, sequences, block_tables, _ = context.read_by_layers
     memory = array(pages)
     write_pages.write_pages(keys.numel(), array(keys.contiguous()), blocks, offsets, memory)
@@ -72,8 +72,9 @@ def chosen_of(context: ForwardContext, options: IndexOptions) -> tuple[torch.Ten
     """Return room for what is chosen, in which the lines of rows that do not have to choose are written; and the plan
     of the others, None where all tokens are chosen for every row."""
     if context.longest <= options.top_k:
-        return torch.empty(context.num_rows, 0, dtype=torch.int32), None
-    chosen, plan = torch.empty(context.num_rows, options.top_k, dtype=torch.int32), _plan_of(context, options)
+        return torch.empty(context.num_rows, 0, dtype=torch.int32, device="cpu"), None
+    chosen = torch.empty(context.num_rows, options.top_k, dtype=torch.int32, device="cpu")
+    plan = _plan_of(context, options)
     if not context.covers_all_rows:
         chosen.fill_(-1)
     if plan.rows.size > 0:

@@ -136,7 +136,7 @@ def _room(context: ForwardContext, size: int) -> torch.Tensor:
     """Return at least so many bytes for what is between the kernels of a layer; the layers of a step share them."""
     kept = context.worked_out.get(_ROOM)
     if kept is None or len(kept) < size:
-        kept = context.worked_out[_ROOM] = torch.empty(size, dtype=torch.uint8)
+        kept = context.worked_out[_ROOM] = torch.empty(size, dtype=torch.uint8, device="cpu")
     room: torch.Tensor = kept
     return room
 

@@ -185,7 +185,7 @@ def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: 
     width, size = x.size(-1), x.numel()
     rows = size // width
     out = torch.empty_like(dense)
-    inverse = torch.empty(rows, dtype=torch.float32)
+    inverse = torch.empty(rows, dtype=torch.float32, device="cpu")
     _rms_norm_rows(
         size, dense.data_ptr(), kind_of(x.dtype), factors.data_ptr(), kind_of(weight.dtype), np.float32(offset),
         np.float32(eps), rows, width, out.data_ptr(), inverse.data_ptr(),
@@ -208,8 +208,8 @@ def layer_norm_forward(
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(rows_of_x)
-    mean = torch.empty(rows, dtype=torch.float32)
-    inverse = torch.empty(rows, dtype=torch.float32)
+    mean = torch.empty(rows, dtype=torch.float32, device="cpu")
+    inverse = torch.empty(rows, dtype=torch.float32, device="cpu")
     _layer_norm_rows(
         x.numel(), array(rows_of_x).reshape(-1), parameter_array(weight), parameter_array(bias), np.float32(eps), rows,
         width, array(out).reshape(-1), mean.numpy(), inverse.numpy(),

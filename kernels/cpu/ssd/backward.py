@@ -88,7 +88,7 @@ def scan_gradients(
     grad_skip = sum((part.grad * part.x).sum((0, 1, 4)) for part in sums_of)
     return (
         grad_xbc.to(xbc.dtype), grad_dt.to(dt.dtype), found.rate.flatten(), grad_dt.sum(0),
-        torch.as_tensor(grad_skip).reshape(-1),
+        torch.as_tensor(grad_skip, device="cpu").reshape(-1),
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _chunks(
     chunks = []
     for first in range(0, int(lengths.max()) if len(lengths) else 0, size):
         count = int((lengths > first).sum())
-        place = first + torch.arange(size)
+        place = first + torch.arange(size, device="cpu")
         real = place < lengths[:count, None]
         rows = torch.where(real, starts[:count, None] + place, 0).to(x.device)
         real = real.to(x.device)

@@ -36,7 +36,7 @@ class DeltaStates(LayerStates):
     def addresses(self) -> torch.Tensor:
         """Return ``[5]`` int64: where states and tail are, as the kernels take them."""
         parts = (self.state, self.block_state, self.tail_k, self.tail_u, self.tail_sums)
-        return torch.tensor([part.data_ptr() for part in parts])
+        return torch.tensor([part.data_ptr() for part in parts], device="cpu")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class SSMStates(LayerStates):
     def addresses(self) -> torch.Tensor:
         """Return ``[6]`` int64: where states and tail are, as the scan takes them."""
         parts = (self.state, self.block_state, self.tail_x, self.tail_b, self.tail_dt, self.tail_sums)
-        return torch.tensor([part.data_ptr() for part in parts])
+        return torch.tensor([part.data_ptr() for part in parts], device="cpu")
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ def end_calls(
     calls = whole_calls(embedding) if fits else None
     if calls is None:
         return None
-    x = torch.empty(*ids.shape, embedding.size(1), dtype=embedding.dtype)
+    x = torch.empty(*ids.shape, embedding.size(1), dtype=embedding.dtype, device="cpu")
     rows = context.num_rows if kept is None else len(kept)
-    logits = torch.empty(rows, len(weights.head[0]), dtype=torch.float32)
+    logits = torch.empty(rows, len(weights.head[0]), dtype=torch.float32, device="cpu")
     return Ends(x, *calls.end_calls(ids, kept, weights, norm, logits), logits)
 
 
