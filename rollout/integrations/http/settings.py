@@ -3,7 +3,8 @@
 Invariants
 ----------
 * Every setting has one name, written `max_waiting` in the file, `SAMEBIT_SERVE_MAX_WAITING` in the environment and
-  `--max-waiting` on the command line. A name that is not known is an error in each of the three.
+  `--max-waiting` on the command line. A name that is not known is an error in each of the three, but for variables
+  that Kubernetes makes of the name of a Service.
 * A setting of yes and no is a switch on the command line, `--resubmit` or `--no-resubmit`, as those of vLLM are.
 * Secrets are no flags: other users of the machine can read a command line.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,7 @@ PREFIX = "SAMEBIT_SERVE_"
 SECRETS = ("api_key", "control_token")
 CONTROLS = ("off", "loopback", "token")
 _WORDS = {"true": True, "false": False}
+_OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +224,9 @@ def _parser() -> argparse.ArgumentParser:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     known = _all_fields()
     given: dict[str, Any] = {}
+    linked = _service_links(environment)
     for variable, text in environment.items():
-        if variable.startswith(PREFIX):
+        if variable.startswith(PREFIX) and variable not in linked:
             name = variable[len(PREFIX) :].lower()
             if name not in known:
                 raise ValueError(f"{variable} is set, and there is no such setting; see samebit serve --help")
@@ -232,6 +236,20 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
                 shown = "..." if name in SECRETS else repr(text)
                 raise ValueError(f"{variable} must be of type {_kind(known[name]).__name__}, got {shown}") from error
     return given
+
+
+def _service_links(environment: Mapping[str, str]) -> set[str]:
+    """Return the variables that tell of Services of Kubernetes: it sets them in each pod beside a Service, and for one
+    called `samebit-serve`, or `samebit-serve-control`, they begin as the settings do."""
+    end, found = "_SERVICE_HOST", set[str]()
+    services = {name.removesuffix(end) for name in environment if name.endswith(end)}
+    for service in services:
+        if f"{service}_SERVICE_PORT" not in environment:
+            continue
+        rest = {name: name.removeprefix(service) for name in environment if name.startswith(service)}
+        found.update(name for name in rest if _OF_KUBERNETES.fullmatch(rest[name]))
+        found.update(name for name in rest if rest[name] == "_PORT" and "://" in environment[name])
+    return found
 
 
 def _from_file(path: Path) -> dict[str, Any]:

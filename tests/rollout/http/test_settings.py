@@ -64,6 +64,32 @@ def test_a_wrong_setting_is_named(
         read_setup(["model", "--config", str(path), *flags], environment)
 
 
+LINKS = {
+    "SAMEBIT_SERVE_SERVICE_HOST": "10.0.0.7",
+    "SAMEBIT_SERVE_SERVICE_PORT": "8000",
+    "SAMEBIT_SERVE_SERVICE_PORT_HTTP": "8000",
+    "SAMEBIT_SERVE_PORT": "tcp://10.0.0.7:8000",
+    "SAMEBIT_SERVE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+    "SAMEBIT_SERVE_PORT_8000_TCP_PROTO": "tcp",
+    "SAMEBIT_SERVE_PORT_8000_TCP_PORT": "8000",
+    "SAMEBIT_SERVE_PORT_8000_TCP_ADDR": "10.0.0.7",
+}
+"""What Kubernetes sets in a pod beside a Service called samebit-serve."""
+
+
+def test_services_of_kubernetes_are_no_settings() -> None:
+    """Nor is one called samebit-serve-control; a variable that no Service explains is refused as ever."""
+    control = {name.replace("SERVE", "SERVE_CONTROL", 1): text for name, text in LINKS.items()}
+    settings = read_setup(["model"], {**LINKS, **control, "SAMEBIT_SERVE_MAX_N": "3"}).settings
+    assert (settings.port, settings.control_port, settings.max_n) == (8000, 8001, 3)
+    assert read_setup(["model"], {**LINKS, "SAMEBIT_SERVE_PORT": "9000"}).settings.port == 9000
+    for name, text in LINKS.items():
+        with pytest.raises(ValueError, match=f"{name} "):
+            read_setup(["model"], {name: text})
+    with pytest.raises(ValueError, match="SAMEBIT_SERVE_SERVICE_NAME is set, and there is no such setting"):
+        read_setup(["model"], {**LINKS, "SAMEBIT_SERVE_SERVICE_NAME": "a"})
+
+
 def test_two_listeners_at_any_port_get_two() -> None:
     settings = read_setup(["model", "--control", "loopback", "--port", "0", "--control-port", "0"], {}).settings
     assert settings.port == settings.control_port == 0
