@@ -15,6 +15,7 @@ import logging
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ from logging import config as logging_config
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
 import uvicorn
+from safetensors import SafetensorError
 
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.pinned import Pinned
-from samebit.rollout.errors import SelfTestError
+from samebit.rollout.errors import NonFiniteLogitsError, SelfTestError, WorkerStateError
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
@@ -42,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 UNUSABLE = 2
+_FORESEEN = (
+    ImportError, OSError, ValueError, SafetensorError, torch.OutOfMemoryError, NonFiniteLogitsError, SelfTestError,
+    WorkerStateError,
+)  # fmt: skip
+"""Says what a user can change; anything else has a traceback above its line."""
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """How long a connection may be idle: longer than clients keep one (httpx 5 s, aiohttp 15 s), or one would send its next
@@ -55,13 +63,20 @@ def main(argv: Sequence[str]) -> int:
         setup = read_setup(argv)
         sockets = open_sockets(setup.settings)
         service = _loaded(setup, sockets)
-    except (ValueError, OSError, SelfTestError) as error:
-        sys.stderr.write(f"samebit serve: {' '.join(str(error).split())}\n")
-        return UNUSABLE
+    except _FORESEEN as error:
+        return _unusable(str(error))
+    except Exception as error:  # boundary: whatever it was, it could not be served, and the traceback says where
+        traceback.print_exc()
+        return _unusable(f"{type(error).__name__}: {error}")
     settle()
     with closing(service.worker), _noting_signals():
         Server(service, sockets).run()
     return 0
+
+
+def _unusable(why: str) -> int:
+    sys.stderr.write(f"samebit serve: {' '.join(why.split())}\n")
+    return UNUSABLE
 
 
 def settle() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from samebit.rollout import SelfTestError
+from samebit.rollout import SelfTestError, WorkerLostError
 from samebit.rollout.cli import main
 from samebit.rollout.integrations.http import serving
 from samebit.rollout.integrations.http.settings import read_setup
@@ -143,12 +144,35 @@ def test_the_command_ends_with_one_line_for_what_it_can_not_serve(
         main(["serve", "model", "--api-key", "secrets-are-no-flags"])
 
 
-def test_a_model_whose_self_test_fails_ends_the_command_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "error",
+    [
+        SelfTestError("row 3 differs in layer 1"),
+        WorkerLostError("replica 2 ended while it loaded"),
+        torch.OutOfMemoryError("tried to allocate 200.00 GiB"),
+    ],
+)
+def test_a_model_that_can_not_be_served_ends_the_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     def load(_: object) -> None:
-        raise SelfTestError("row 3 differs in layer 1")
+        raise error
 
     monkeypatch.setattr(serving, "load", load)
     assert main(["serve", "model", "--port", "0"]) == 2
-    assert capsys.readouterr().err == "samebit serve: row 3 differs in layer 1\n"
+    assert capsys.readouterr().err == f"samebit serve: {error}\n"
+
+
+def test_what_was_not_foreseen_has_a_traceback_above_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the exit code of a model that can not be served, as with `samebit check`."""
+
+    def load(_: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(serving, "load", load)
+    assert main(["serve", "model", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.endswith("\nsamebit serve: RuntimeError: odd\n")
