@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from samebit.rollout.errors import RequestError, RequestIdInUseError
 from samebit.rollout.integrations.http.admission import Admission
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
+from samebit.rollout.integrations.http.openai.requests import LONGEST_ID
 from samebit.rollout.integrations.http.openai.sessions import Sessions
 from samebit.rollout.integrations.http.served import ServedHandle, ServedWorker, replicas_of, submitted
 from samebit.rollout.integrations.http.settings import ServeSettings
@@ -56,18 +58,40 @@ class Asked:
     """Says what to run: prompts with the same parameters, under one id.
 
     The worker knows the first prompt by that id, others by the id and their number. session: the conversation, which a
-    fleet keeps on one replica.
+    fleet keeps on one replica. shared: requests at the same time may have this id, and the worker then knows the later
+    ones by one of their own.
     """
 
     id: str
     prompts: list[Prompt]
     params: SamplingParams
     session: str | None = None
+    shared: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def samples(self) -> int:
         return len(self.prompts) * self.params.n
+
+
+def asked_by(
+    request: Request, request_id: str | None, prompts: list[Prompt], params: SamplingParams, prefix: str = ""
+) -> Asked:
+    """Return what a request of HTTP asks for. Its id is that of the body, of the header X-Request-Id, or a new one.
+
+    A proxy gives the header to every request of one task, and again to one that it sends again, so it is shared.
+
+    Raises:
+        ApiError: the header is too long.
+    """
+    header = request.headers.get("x-request-id") or None
+    shared = request_id is None and header is not None
+    name = request_id or header or uuid.uuid4().hex
+    if len(name) > LONGEST_ID:
+        raise ApiError(
+            400, f"X-Request-Id may have at most {LONGEST_ID} characters, got {len(name)}", param="X-Request-Id"
+        )
+    return Asked(id=f"{prefix}{name}", prompts=prompts, params=params, session=session_of(request), shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,30 +169,40 @@ class Service:
     @contextmanager
     def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:
         """Run requests for the length of the block; what has not ended at its end is aborted."""
-        if asked.id in self.running:
+        if asked.id in self.running and not asked.shared:
             raise ApiError(409, f"a request with the id {asked.id!r} is running", param="request_id")
         handles: list[ServedHandle] = []
         given_up: set[str] = set()
         traced = nullcontext() if self.tracing is None else self.tracing.requests(asked.params, handles, given_up)
         counted = self.metrics.counted(asked.params, len(asked.prompts))
         with self.admission.enter(asked.samples), traced, counted as seen:
-            self.running[asked.id] = handles
+            running = self.running.setdefault(asked.id, [])
             try:
                 for index, prompt in enumerate(asked.prompts):
                     name = f"{asked.id}-{index}" if index else asked.id
                     handles.append(self._submit(prompt, asked, name, index))
+                    running.append(handles[-1])
                 yield handles
             finally:
-                del self.running[asked.id]
+                self._leave(asked.id, handles)
                 given_up.update(handle.request_id for handle in handles if not handle.done)
                 if given_up:
                     self.worker.abort(given_up)
                 seen.ended(handles, given_up)
 
+    def _leave(self, name: str, handles: Sequence[ServedHandle]) -> None:
+        """Forget what ran under an id; others may run under it still."""
+        running = self.running[name]
+        running[:] = [handle for handle in running if handle not in handles]
+        if not running:
+            del self.running[name]
+
     def _submit(self, prompt: Prompt, asked: Asked, name: str, index: int) -> ServedHandle:
         try:
             return submitted(self.worker, prompt.token_ids, asked.params, name, asked.session)
         except RequestIdInUseError as error:  # one that was aborted is not in `running`, and ends with its step
+            if asked.shared:
+                return self._submit(prompt, asked, f"{name}-{uuid.uuid4().hex}", index)
             raise ApiError(
                 409, f"a request with the id {name!r} has not ended yet; try again", param="request_id"
             ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from samebit.rollout.integrations.http.openai.sample_text import SampleText, who
 from samebit.rollout.integrations.http.openai.sampling import of_chat
 from samebit.rollout.integrations.http.openai.sessions import Conversation
 from samebit.rollout.integrations.http.openai.tools import Parsed, Reading, ToolParser, reading
-from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service, asked_by, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 
 
@@ -37,7 +36,7 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
         )
     session = session_of(request)
     prompt = Prompt(await _prompt_ids(service, asked, session))
-    job = Asked(id=f"chatcmpl-{asked.request_id or uuid.uuid4().hex}", prompts=[prompt], params=params, session=session)
+    job = asked_by(request, asked.request_id, [prompt], params, prefix="chatcmpl-")
     read_by = await apart(lambda: _reading(service, asked, prompt.token_ids), len(prompt.token_ids))
     answering = _Chat(service, asked, job, session, read_by)
     if asked.stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from samebit.rollout.integrations.http.openai.prompts import apart, completion_p
 from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_completion
-from samebit.rollout.integrations.http.service import Asked, Service, session_of
+from samebit.rollout.integrations.http.service import Asked, Service, asked_by
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 from samebit.rollout.requests.request import TopLogprobs
 
@@ -31,12 +30,7 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
     prompts = await completion_prompts(service, asked)
-    job = Asked(
-        id=f"cmpl-{asked.request_id or uuid.uuid4().hex}",
-        prompts=prompts,
-        params=params,
-        session=session_of(request),
-    )
+    job = asked_by(request, asked.request_id, prompts, params, prefix="cmpl-")
     answering = _Completion(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

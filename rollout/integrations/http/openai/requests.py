@@ -20,6 +20,8 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+LONGEST_ID = 256
+RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
 
 MOST_FIELDS = 1024
@@ -76,7 +78,7 @@ class Common(Sampling):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     priority: Literal[0] = 0
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None

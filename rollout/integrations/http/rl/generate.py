@@ -5,7 +5,6 @@ Invariant: a log-probability is the float32 that the worker reports, at the samp
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from samebit.rollout.integrations.http.openai.prompts import apart
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import check_cap, params_of
 from samebit.rollout.integrations.http.rl.requests import GenerateRequest
-from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service, asked_by
 from samebit.rollout.outputs import RequestOutput
 
 
@@ -89,12 +88,7 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
         cache_salt=asked.cache_salt,
         adapter=adapter,
     )
-    job = Asked(
-        id=asked.request_id or uuid.uuid4().hex,
-        prompts=[Prompt(asked.token_ids)],
-        params=params,
-        session=session_of(request),
-    )
+    job = asked_by(request, asked.request_id, [Prompt(asked.token_ids)], params)
     answering = _Generation(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

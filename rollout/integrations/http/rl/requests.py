@@ -8,6 +8,7 @@ from pydantic import Field
 
 from samebit.rollout.integrations.http.openai.requests import (
     Count,
+    RequestId,
     Salt,
     Sampling,
     StreamOptions,
@@ -46,7 +47,7 @@ class GenerateRequest(Strict):
 
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
