@@ -233,6 +233,21 @@ def test_a_tool_call_is_read(served: Served) -> None:
     assert plain.message.content == CALL
 
 
+def test_a_line_between_calls_is_no_content(served: Served) -> None:
+    """As Qwen writes calls; sent back, it would be a line that the model has not written."""
+    call, line = served.service.need_tokenizer().convert_tokens_to_ids([CALL, "Ċ"])
+    asked = {
+        "model": NAME, "messages": USER, "tools": [{"type": "function", "function": {"name": "add"}}], "max_tokens": 3,
+        "temperature": 0, "logit_bias": {str(call): 100, str(line): 99}, "frequency_penalty": 2,
+    }  # fmt: skip
+    whole = served.client.chat.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+    assert whole.token_ids == [call, line, call]
+    assert (whole.message.content, len(whole.message.tool_calls)) == (None, 2)
+    deltas = [piece.choices[0].delta for piece in served.client.chat.completions.create(**asked, stream=True)]
+    assert [delta.content for delta in deltas if delta.content] == []
+    assert [one.index for delta in deltas for one in delta.tool_calls or ()] == [0, 1]
+
+
 def test_a_session_goes_on_from_its_token_ids(served: Served) -> None:
     """A session goes on from its token ids: the model writes "a" and "b" as two tokens, which the tokenizer would merge
     into one.

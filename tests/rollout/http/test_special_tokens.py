@@ -111,7 +111,7 @@ CALLED = {"finish": "tool_calls", "calls": [("sub", '{"a": 1}')]}
     ("text", "expected"),
     [
         (f"{CALL}<end>", CALLED),
-        (f"<think>so: {CALL}\n{CALL}<end>", {**CALLED, "content": "so: \n", "calls": CALLED["calls"] * 2}),
+        (f"<think>so: {CALL}\n{CALL}<end>", {**CALLED, "content": "so: ", "calls": CALLED["calls"] * 2}),
         ("<tool_call>no</tool_call><end>", {"finish": "stop", "content": "<tool_call>no</tool_call>"}),
         ("<think>a</think><tool_call>{", {"finish": "length", "content": "a<tool_call>{"}),
     ],

@@ -510,6 +510,11 @@ HALF = '{"name": "add", "arguments": {"a": "\\ud800"}}'
 """Has half of a character, which no message can hold that is sent back."""
 
 
+def called(arguments: str) -> str:
+    """A call whose arguments are a text, as small models write them."""
+    return f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("text", "content", "names"),
@@ -519,8 +524,16 @@ HALF = '{"name": "add", "arguments": {"a": "\\ud800"}}'
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
         ("<tool_call>3</tool_call>", "<tool_call>3</tool_call>", []),
         (f"<tool_call>{HALF}</tool_call>", f"<tool_call>{HALF}</tool_call>", []),
+        *((called(arguments), called(arguments), []) for arguments in ("1 + 1", "42", "[1]", "null", "{", HALF)),
+        (called('{"a": 1}'), "", ["add"]),
         ("a <tool_call>{", "a <tool_call>{", []),
         ("a <tool_c", "a <tool_c", []),
+        (f"{CALL}\n{CALL}", "", ["add", "add"]),
+        (f"\n\n{CALL}\n", "", ["add"]),
+        (f"so:\n{CALL}\n{CALL}\nso", "so:\n\nso", ["add", "add"]),
+        (f"{CALL}\n<tool_call>3</tool_call>\n{CALL}", "\n<tool_call>3</tool_call>\n", ["add", "add"]),
+        (f"{CALL}\n<tool_", "\n<tool_", ["add"]),
+        ("\n \n", "\n \n", []),
     ],
 )
 def test_tool_calls_are_read_and_nothing_is_lost(size: int, text: str, content: str, names: list[str]) -> None:

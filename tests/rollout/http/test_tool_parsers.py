@@ -78,6 +78,7 @@ def test_a_tokenizer_says_how_answers_are_read(tmp_path: Path) -> None:
 def test_a_call_is_found_as_the_tokenizer_says(tokenizer: PreTrainedTokenizerBase) -> None:
     text = 'Adding. <call>{"function": {"name": "add", "arguments": {"a": 1}}}</call>'
     assert parsed(tokenizer, text) == ("Adding. ", [("add", '{"a": 1}')])
+    assert parsed(tokenizer, text.replace("Adding. ", "\n\n")) == ("", [("add", '{"a": 1}')])
     assert parsed(tokenizer, "No call.") == ("No call.", [])
 
 
@@ -131,6 +132,8 @@ def test_reasoning_is_found_under_both_of_its_names(tokenizer: PreTrainedTokeniz
         "x <call>[1]</call>",
         'x <call>{"a": 1}</call>',
         'x <call>{"function": {"name": 3}}</call>',
+        'x <call>{"function": {"name": "add", "arguments": "1 + 1"}}</call>',
+        'x <call>{"function": {"name": "add", "arguments": "[1]"}}</call>',
         'x <call>{"function": "add"}</call>',
     ],
 )

@@ -112,8 +112,6 @@ async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> s
                 tokenize=False,
                 **extra,
             )
-        except ApiError:
-            raise
         except Exception as error:  # boundary: a template raises what it likes
             raise ApiError(
                 400, f"the chat template can not render these messages: {type(error).__name__}: {error}"
@@ -129,15 +127,25 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates take it: text parts joined, arguments of calls as objects."""
-    given = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        given["content"] = "\n".join(part.text for part in message.content)
-    given.setdefault("content", "")
+    """Return a message as templates take it: text parts joined, arguments of calls as what their JSON says."""
+    given = {**message.model_dump(exclude_none=True), "content": _words(message)}
     for call in given.get("tool_calls", ()):
-        try:
-            arguments = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError as error:
-            raise ApiError(400, f"the arguments of tool call {call['id']!r} are no JSON", param="messages") from error
-        call["function"]["arguments"] = arguments
+        call["function"]["arguments"] = _meant(call["function"]["arguments"])
     return given
+
+
+def _words(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _meant(arguments: str) -> Any:
+    """Return the value of a call's arguments; as they are written where they are no JSON.
+
+    A model wrote them so. They are in every later turn, so to refuse them would end the conversation, and `{}` in their
+    place would be another one.
+    """
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments

@@ -141,6 +141,12 @@ class Message(Strict):
     function_call: None = None
     annotations: None = None
 
+    @field_validator("tool_calls")
+    @classmethod
+    def _none_where_empty(cls, value: list[ToolCall] | None) -> list[ToolCall] | None:
+        """Take an empty list for none: templates ask whether there is one, and take the message for a call."""
+        return value or None
+
 
 class Function(Strict):
     """Describes a function to the model. returns: what transformers' `get_json_schema` says beside OpenAI's fields."""

@@ -2,7 +2,9 @@
 
 Invariants
 ----------
-* Text that is no well-formed call stays text; nothing the model wrote is lost.
+* Text that is no well-formed call stays text; nothing the model wrote is lost but white space between calls, or between
+  one and the message's beginning or end.
+* A call that is given out can be sent back: its arguments are a JSON object.
 * A streamed call is sent whole, when its end has been read; text before it is sent as it comes.
 * Tags are found whether they are special tokens of the tokenizer or not.
 """
@@ -66,6 +68,8 @@ class HermesParser:
 
     def __init__(self) -> None:
         self._text = ""
+        self._space: str | None = ""  # white space that may be all there is before a call; None: there is more
+        self._called = False
 
     def push(self, text: str) -> Parsed:
         self._text += text
@@ -79,20 +83,26 @@ class HermesParser:
             end = self._text.find(CLOSE)
             if end < 0:
                 return found
-            whole, self._text = self._text[: end + len(CLOSE)], self._text[end + len(CLOSE) :]
-            call = _call(whole[len(OPEN) : -len(CLOSE)])
+            end += len(CLOSE)
+            call = _call(self._text[len(OPEN) : end - len(CLOSE)])
             if call is None:
-                found.content += whole
+                self._give(found, end)
             else:
                 found.calls.append(call)
+                self._text, self._space, self._called = self._text[end:], "", True
 
     def finish(self, ended_by: int | None = None) -> Parsed:
-        rest, self._text = self._text, ""
-        return Parsed(rest)
+        rest, self._text = f"{self._space or ''}{self._text}", ""
+        return Parsed("" if self._called and rest.isspace() else rest)
 
     def _give(self, found: Parsed, end: int) -> None:
-        found.content += self._text[:end]
-        self._text = self._text[end:]
+        """Give text, and white space once it is known that it does not only set a call apart."""
+        given, self._text = self._text[:end], self._text[end:]
+        if self._space is not None:
+            given = self._space + given
+            self._space = None if given.strip() else given
+        if self._space is None:
+            found.content += given
 
 
 class TemplateParser:
@@ -115,7 +125,8 @@ class TemplateParser:
         read = [one for text in dict.fromkeys((self._text, self._text + end)) if (one := self._read(text)) is not None]
         found = max(read, key=lambda one: len(one.calls), default=Parsed(self._text))
         reasoning = None if found.reasoning is None else self._plain(found.reasoning)
-        return Parsed(self._plain(found.content), found.calls, reasoning)
+        content = self._plain(found.content)
+        return Parsed("" if found.calls and content.isspace() else content, found.calls, reasoning)
 
     def _read(self, text: str) -> Parsed | None:
         try:
@@ -221,10 +232,12 @@ def _named(given: object) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise TypeError("a call is an object")
     arguments = given.get("arguments", {})
-    if not isinstance(given["name"], str) or not isinstance(arguments, dict | str):
-        raise TypeError("a call has a name, and arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    f"{given['name']}{written}".encode()  # half of a character would be refused when the call is sent back
+    written = (arguments or "{}") if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    meant = json.loads(written)
+    if not isinstance(given["name"], str) or not isinstance(meant, dict):
+        raise TypeError("a call has a name, and an object of arguments")
+    shown = json.dumps(meant, ensure_ascii=False)
+    f"{given['name']}{shown}".encode()  # half of a character would be refused when the call is sent back
     return {
         "id": f"call_{uuid.uuid4().hex}",
         "type": "function",

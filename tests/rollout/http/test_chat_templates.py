@@ -1,0 +1,102 @@
+"""What a chat template is given of a conversation, and what becomes of a file that is none."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from samebit.rollout.integrations.http.app import create_app
+from samebit.rollout.integrations.http.openai.tools import HermesParser
+from samebit.rollout.integrations.http.service import Service
+from samebit.rollout.integrations.http.settings import ServeSettings
+
+from .served import NAME, TEMPLATE, Served
+
+Shown = Callable[[str, list[dict[str, Any]]], str]
+SILENT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('not first') }}"
+    "{% endif %}S:{{ m.content }};{% elif m.role in ('user', 'assistant') %}{{ m.role[0] }}:{{ m.content }};{% endif %}"
+    "{% endfor %}"
+)
+"""Leaves out what a developer says, as Qwen's, and takes a system message only at the beginning, as Qwen 3.5's."""
+KNOWING = SILENT.replace("{% elif m.role in", "{% elif m.role == 'developer' %}D:{{ m.content }};{% elif m.role in")
+CALLING = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}[{{ m.tool_calls[0].id }}]{% endif %}{{ m.content }};{% endfor %}"
+)
+
+
+def said(role: str, content: object, **more: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+@pytest.fixture
+def shown(served: Served) -> Shown:
+    """Return the text that this template makes of these messages, through HTTP, or the error."""
+
+    def text(template: str, messages: list[dict[str, Any]]) -> str:
+        tokenizer = copy.copy(served.service.need_tokenizer())
+        tokenizer.chat_template = template
+        client = TestClient(create_app(Service(served.service.worker, ServeSettings(), NAME, tokenizer)))
+        for _ in range(2):  # the log has one line for both
+            answer = client.post("/tokenize", json={"messages": messages}).json()
+        if "error" in answer:
+            return str(answer["error"]["message"])
+        return str(client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"])
+
+    return text
+
+
+Turn = tuple[list[int], list[int], str]
+
+
+def turn(served: Served, messages: list[dict[str, Any]], session: str | None) -> Turn:
+    """Ids of prompt and answer, and the answer: the model writes "a" and "b", which a tokenizer would merge."""
+    first, second = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b"])
+    body = {
+        "messages": messages, "max_tokens": 2, "temperature": 0, "logit_bias": {str(first): 100, str(second): 99},
+        "frequency_penalty": 2, "return_token_ids": True,
+    }  # fmt: skip
+    headers = {} if session is None else {"X-Session-ID": session}
+    answer = served.post("/v1/chat/completions", body, headers=headers).json()
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == [first, second]
+    return answer["prompt_token_ids"], choice["token_ids"], choice["message"]["content"]
+
+
+def test_an_empty_list_of_calls_is_none(served: Served, shown: Shown) -> None:
+    """Templates ask whether there is a list, and agents write one into every answer that they send back."""
+    assert shown(CALLING, [said("user", "hi"), said("assistant", "a", tool_calls=[])]) == "hi;a;"
+    start = [said("user", "hi")]
+    prompt, ids, words = turn(served, start, "calls")
+    more = [*start, said("assistant", words, tool_calls=[]), said("user", "on")]
+    assert turn(served, more, "calls")[0][: len(prompt) + 2] == [*prompt, *ids]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("1 + 1", '{"name": "add", "arguments": "1 + 1"}'),
+        ('{"a"', '{"name": "add", "arguments": "{\\"a\\""}'),
+        ('{"a": 1}', '{"name": "add", "arguments": {"a": 1}}'),
+        ("", '{"name": "add", "arguments": {}}'),
+    ],
+)
+def test_a_call_of_the_history_is_shown_whatever_a_model_wrote_in_it(shown: Shown, arguments: str, text: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    found = shown(TEMPLATE, [said("user", "hi"), said("assistant", None, tool_calls=[call])])
+    assert json.loads(found.partition("<tool_call>")[2].partition("</tool_call>")[0]) == json.loads(text)
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", '{"a": 1}', {"a": 1}])
+def test_what_is_given_out_as_a_call_can_be_sent_back(shown: Shown, arguments: object) -> None:
+    """To a template that takes an object of arguments, as most do."""
+    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.items() | list }}{% endfor %}"
+    call = json.dumps({"name": "add", "arguments": arguments})
+    (found,) = HermesParser().push(f"<tool_call>{call}</tool_call>").calls
+    assert json.loads(found["function"]["arguments"]) in ({}, {"a": 1})
+    assert shown(template, [said("assistant", None, tool_calls=[found])]) in ("[]", "[('a', 1)]")
