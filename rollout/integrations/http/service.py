@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
@@ -116,11 +115,11 @@ class Service:
         name: str,
         tokenizer: PreTrainedTokenizerBase | None,
         tracing: Tracing | None = None,
+        chat_template: str | None = None,
     ) -> None:
         self.worker = worker
         self.settings = settings
-        template = None if settings.chat_template is None else Path(settings.chat_template).read_text()
-        self.model = ServedModel(name=name, tokenizer=tokenizer, chat_template=template)
+        self.model = ServedModel(name=name, tokenizer=tokenizer, chat_template=chat_template)
         self.tracing = tracing
         self.sessions = Sessions(settings.max_sessions)
         self.versions = Versions()

@@ -33,6 +33,7 @@ from samebit.rollout.errors import NonFiniteLogitsError, SelfTestError, WorkerSt
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
+from samebit.rollout.integrations.http.openai.prompts import read_template
 from samebit.rollout.integrations.http.openai.tools import check_parser
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings, Setup, read_setup
@@ -124,9 +125,10 @@ def load(setup: Setup) -> Service:
     name = setup.settings.served_model_name or setup.model
     tracing = tracing_of(setup.settings.otlp_traces_endpoint, name)
     check_parser(setup.settings.tool_call_parser, tokenizer)
+    template = read_template(setup.settings.chat_template, tokenizer)
     config = replace(setup.worker, revision=revision)
     worker = RolloutWorker(model, config=config, tokenizer=tokenizer) if one else fleet_of(setup, pinned)
-    return Service(worker, setup.settings, name, tokenizer, tracing)
+    return Service(worker, setup.settings, name, tokenizer, tracing, template)
 
 
 def tracing_of(endpoint: str | None, name: str) -> Tracing | None:

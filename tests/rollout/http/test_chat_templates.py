@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from samebit.rollout.cli import main
+from samebit.rollout.integrations.http import serving
 from samebit.rollout.integrations.http.app import create_app
 from samebit.rollout.integrations.http.openai.tools import HermesParser
 from samebit.rollout.integrations.http.service import Service
@@ -100,3 +103,31 @@ def test_what_is_given_out_as_a_call_can_be_sent_back(shown: Shown, arguments: o
     (found,) = HermesParser().push(f"<tool_call>{call}</tool_call>").calls
     assert json.loads(found["function"]["arguments"]) in ({}, {"a": 1})
     assert shown(template, [said("assistant", None, tool_calls=[found])]) in ("[]", "[('a', 1)]")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "can not be read: [Errno 2] No such file"),
+        (b"\xff", "can not be read: 'utf-8' codec"),
+        (b"{% for %}", "is no Jinja template: Expected an expression, got 'end of statement block' (line 1)"),
+        (b"\n{{ messages | nothing }}", "is no Jinja template: No filter named 'nothing'. (line 2)"),
+    ],
+)
+def test_a_chat_template_that_is_none_is_known_before_the_model_is_loaded(
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    says: str,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(serving, "RolloutWorker", load)
+    file = tmp_path / "x.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["serve", str(served.folder), "--port", "0", "--chat-template", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"samebit serve: chat_template={str(file)!r} {says}")

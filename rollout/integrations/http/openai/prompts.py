@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-* What a tokenizer or a chat template raises over a text is the caller's error, with its words.
+* What a tokenizer or a chat template raises over a text is the caller's error, with its words. A file that is no
+  template is not: it is found before anything is served.
 * Long texts are tokenized in a thread, and so are many short ones, and many tokens are decoded in one: the other
   requests go on.
 """
@@ -12,7 +13,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
 
 from samebit.rollout.checks import shown
 from samebit.rollout.integrations.http.errors import ApiError
@@ -87,6 +92,34 @@ def _encoded(service: Service, text: str, special: bool) -> list[int]:
 async def apart(work: Callable[[], T], size: int) -> T:
     """Do what is to be done with so many characters or tokens: in a thread, where that takes long."""
     return await asyncio.to_thread(work) if size > LONG else work()
+
+
+def read_template(file: str | None, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Return the chat template that a file holds; None where none is named.
+
+    Raises:
+        ValueError: the file can not be read, or is no template.
+    """
+    if file is None:
+        return None
+    try:
+        template = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template={file!r} can not be read: {error}") from error
+    if tokenizer is not None:
+        _check_compiles(file, template, tokenizer)
+    return template
+
+
+def _check_compiles(file: str, template: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat_template={file!r} is no Jinja template: {error.message} (line {error.lineno})"
+        ) from error
+    except Exception:  # boundary: a template raises what it likes
+        pass  # that it does not show this message says nothing about others
 
 
 async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> str:
