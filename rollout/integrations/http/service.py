@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -36,6 +37,7 @@ from samebit.rollout.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from samebit.rollout.integrations.http.tracing import Tracing
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -128,6 +130,7 @@ class Service:
         self.metrics = RequestMetrics(name, worker.limits.max_model_len)
         self.running: dict[str, list[ServedHandle]] = {}
         self._hub = StepHub()
+        self._logged: set[str] = set()
         worker.after_steps(self._hub.stepped)
 
     @property
@@ -164,6 +167,12 @@ class Service:
         if self.model.tokenizer is None:
             raise ApiError(400, "the model's folder has no tokenizer: pass token ids, and no stop strings")
         return self.model.tokenizer
+
+    def log_once(self, line: str) -> None:
+        """Write a line of the log the first time that there is reason to."""
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.info("%s", line)
 
     @contextmanager
     def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:

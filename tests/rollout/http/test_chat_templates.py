@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,37 @@ def shown(served: Served) -> Shown:
     return text
 
 
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([said("developer", "a"), said("user", "u")], "S:a;u:u;"),
+        ([said("developer", [{"type": "text", "text": part} for part in "ab"]), said("user", "u")], "S:a\nb;u:u;"),
+        ([said("system", "a"), said("developer", "b"), said("user", "u")], "S:a\n\nb;u:u;"),
+        (
+            [said("user", "u"), said("developer", "a"), said("assistant", "v"), said("system", "b"), said("user", "w")],
+            "S:a\n\nb;u:u;a:v;u:w;",
+        ),
+    ],
+)
+def test_what_a_developer_says_is_shown_as_the_systems_where_the_template_would_leave_it_out(
+    shown: Shown, caplog: pytest.LogCaptureFixture, messages: list[dict[str, Any]], text: str
+) -> None:
+    """As vLLM does."""
+    with caplog.at_level(logging.INFO, logger="samebit"):
+        assert shown(SILENT, messages) == text
+    assert caplog.text.count("no role 'developer'") == 1
+
+
+def test_a_template_that_knows_developers_gets_the_messages_as_they_are(
+    shown: Shown, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [said("system", "a"), said("developer", "b"), said("user", "u"), said("developer", "c")]
+    with caplog.at_level(logging.INFO, logger="samebit"):
+        assert shown(KNOWING, messages) == "S:a;D:b;u:u;D:c;"
+    assert "developer" not in caplog.text
+    assert "not first" in shown(SILENT, [said("user", "u"), said("system", "a")])
+
+
 Turn = tuple[list[int], list[int], str]
 
 
@@ -69,6 +101,19 @@ def turn(served: Served, messages: list[dict[str, Any]], session: str | None) ->
     (choice,) = answer["choices"]
     assert choice["token_ids"] == [first, second]
     return answer["prompt_token_ids"], choice["token_ids"], choice["message"]["content"]
+
+
+def test_a_session_shows_what_a_developer_says_later(served: Served) -> None:
+    """The system's message is another one then, so the conversation is rendered anew; one at its beginning stays."""
+    start = [said("system", "rule"), said("developer", "more"), said("user", "hi")]
+    prompt, ids, words = turn(served, start, "developers")
+    answered = [*start, said("assistant", words)]
+    assert turn(served, [*answered, said("user", "on")], "developers")[0][: len(prompt) + 2] == [*prompt, *ids]
+    later = [*answered, said("developer", "other"), said("user", "on")]
+    renewed = turn(served, later, "developers")[0]
+    assert renewed == turn(served, later, None)[0]
+    text = served.post("/detokenize", {"tokens": renewed}).json()["prompt"]
+    assert text.startswith("<|im_start|>system\nrule\n\nmore\n\nother<|im_end|>")
 
 
 def test_an_empty_list_of_calls_is_none(served: Served, shown: Shown) -> None:

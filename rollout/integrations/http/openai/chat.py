@@ -13,7 +13,7 @@ from samebit.rollout.integrations.http.event_stream import DONE, EventStream, ev
 from samebit.rollout.integrations.http.openai import logprobs
 from samebit.rollout.integrations.http.openai.answers import num_tokens, usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
-from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, described, token_ids
+from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, described, heard, token_ids
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, Message, ToolCall
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_chat
@@ -27,6 +27,7 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     """Run a chat completion: an answer, or the stream of one."""
     adapter = service.adapter_of(asked.model)
     service.need_tokenizer()
+    asked = asked.model_copy(update={"messages": heard(service, asked)})
     params = of_chat(asked, service.settings, adapter)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")

@@ -4,6 +4,7 @@ Invariants
 ----------
 * What a tokenizer or a chat template raises over a text is the caller's error, with its words. A file that is no
   template is not: it is found before anything is served.
+* A message of a developer is shown: in the role "system" where the template does not know that of developers.
 * Long texts are tokenized in a thread, and so are many short ones, and many tokens are decoded in one: the other
   requests go on.
 """
@@ -41,6 +42,7 @@ _OURS = frozenset(
     )
 )  # fmt: skip
 """Names what a chat template gets from elsewhere."""
+_ABOVE_USERS = ("system", "developer")
 Chat = ChatRequest | TokenizeRequest
 T = TypeVar("T")
 
@@ -120,6 +122,32 @@ def _check_compiles(file: str, template: str, tokenizer: PreTrainedTokenizerBase
         ) from error
     except Exception:  # boundary: a template raises what it likes
         pass  # that it does not show this message says nothing about others
+
+
+def heard(service: Service, asked: Chat) -> list[Message]:
+    """Return the messages of a conversation in roles that its template knows.
+
+    Where it has no word for developers, as Qwen's, it would leave out what they say without an error. Then that becomes
+    part of one system message, which is the first, since some templates take none behind others. vLLM does the same.
+    """
+    messages = asked.messages or []
+    if all(message.role != "developer" for message in messages) or _knows_developers(service, asked):
+        return messages
+    service.log_once("the chat template knows no role 'developer': its messages are shown as 'system'")
+    rest = [message for message in messages if message.role not in _ABOVE_USERS]
+    above = [message for message in messages if message.role in _ABOVE_USERS]
+    said = "\n\n".join(words for message in above if (words := _words(message)))
+    first = above[0].model_copy(update={"role": "system", "content": said})
+    return [first, *rest]
+
+
+def _knows_developers(service: Service, asked: Chat) -> bool:
+    tools: Any = described(asked.tools) if asked.tools else None
+    try:
+        template = service.need_tokenizer().get_chat_template(service.model.chat_template, tools)
+    except Exception:  # boundary: there is none, and rendering says so
+        return True
+    return "'developer'" in template or '"developer"' in template
 
 
 async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> str:

@@ -17,7 +17,7 @@ from samebit.rollout.integrations.http.openai.answers import (
 )
 from samebit.rollout.integrations.http.openai.chat import chat
 from samebit.rollout.integrations.http.openai.completions import complete
-from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, token_ids
+from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, heard, token_ids
 from samebit.rollout.integrations.http.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -94,7 +94,7 @@ async def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
     if (asked.prompt is None) == (not asked.messages):
         raise ApiError(400, "either prompt or messages is given, with something in it", param="prompt")
     if asked.messages:
-        text = await chat_text(service, asked, asked.messages)
+        text = await chat_text(service, asked, heard(service, asked))
     elif of_messages := [name for name, usual in _OF_MESSAGES.items() if vars(asked)[name] != usual]:
         raise ApiError(400, f"{', '.join(of_messages)} go with messages, and a prompt was given", param=of_messages[0])
     else:
