@@ -70,7 +70,7 @@ def shown(served: Served) -> Shown:
 def test_what_a_developer_says_is_shown_as_the_systems_where_the_template_would_leave_it_out(
     shown: Shown, caplog: pytest.LogCaptureFixture, messages: list[dict[str, Any]], text: str
 ) -> None:
-    """As vLLM does."""
+    """A developer's message is shown as the system's where the template would leave it out, as vLLM shows it."""
     with caplog.at_level(logging.INFO, logger="samebit"):
         assert shown(SILENT, messages) == text
     assert caplog.text.count("no role 'developer'") == 1

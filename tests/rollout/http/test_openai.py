@@ -234,7 +234,7 @@ def test_a_tool_call_is_read(served: Served) -> None:
 
 
 def test_a_line_between_calls_is_no_content(served: Served) -> None:
-    """As Qwen writes calls; sent back, it would be a line that the model has not written."""
+    """A line between calls, as Qwen writes them, is no content: sent back, the model would not have written it."""
     call, line = served.service.need_tokenizer().convert_tokens_to_ids([CALL, "Ċ"])
     asked = {
         "model": NAME, "messages": USER, "tools": [{"type": "function", "function": {"name": "add"}}], "max_tokens": 3,

@@ -79,7 +79,7 @@ LINKS = {
 
 
 def test_services_of_kubernetes_are_no_settings() -> None:
-    """Nor is one called samebit-serve-control; a variable that no Service explains is refused as ever."""
+    """Services of Kubernetes are no settings; a variable that no Service explains is refused as ever."""
     control = {name.replace("SERVE", "SERVE_CONTROL", 1): text for name, text in LINKS.items()}
     settings = read_setup(["model"], {**LINKS, **control, "SAMEBIT_SERVE_MAX_N": "3"}).settings
     assert (settings.port, settings.control_port, settings.max_n) == (8000, 8001, 3)
@@ -166,7 +166,7 @@ def test_a_model_that_can_not_be_served_ends_the_command_with_one_line(
 def test_what_was_not_foreseen_has_a_traceback_above_the_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the exit code of a model that can not be served, as with `samebit check`."""
+    """What was not foreseen has a traceback above the line, and the exit code that `samebit check` has for it."""
 
     def load(_: object) -> None:
         raise RuntimeError("odd")
