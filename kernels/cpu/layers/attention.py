@@ -49,29 +49,6 @@ _rotate_and_write, _sigmoid = rotate_and_write.part, sigmoid_rows.part
 _FLOAT = np.float32(0)
 
 
-class Addresses(NamedTuple):
-    """Holds the addresses of `AttentionWeights.flat`, 0 for what a layer does not have."""
-
-    norm: int
-    mlp_norm: int
-    q_norm: int
-    k_norm: int
-    q: int
-    q_bias: int
-    k: int
-    k_bias: int
-    v: int
-    v_bias: int
-    o: int
-    o_bias: int
-    gate: int
-    gate_bias: int
-    up: int
-    up_bias: int
-    down: int
-    down_bias: int
-
-
 class Sizes(NamedTuple):
     """Holds the address of the layer's pages and their number, W, heads of queries and of keys, D, F (0 for another
     MLP), whether queries have gates, and how many tokens a token sees (0 for all)."""
@@ -113,9 +90,10 @@ class Rooms(NamedTuple):
     of_mlp: int
 
 
-_WEIGHTS, _SIZES, _NUMBERS = len(Addresses._fields), len(Sizes._fields), len(Numbers._fields)
+_WEIGHTS, _SIZES, _NUMBERS = 18, len(Sizes._fields), len(Numbers._fields)
 _LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 4)
-"""Lays out a layer's record: `Addresses`, `Sizes`, `Numbers`, and four `Terms`."""
+"""Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`,
+and four `Terms`."""
 
 _SIZES_AT = 8 * _WEIGHTS
 _NUMBERS_AT = _SIZES_AT + 8 * _SIZES
@@ -165,19 +143,21 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         work = work_of(call)
         no, at = np.int64(0), call.record
         sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
-        weights = Addresses(*read(at, _WEIGHTS, no))
+        (
+            first_norm, second_norm, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
+            o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
+        ) = read(at, _WEIGHTS, no)  # fmt: skip
         rows, width, dim, itemsize = step.rows, sizes.width, sizes.head_dim, elements(no, 0, kind).itemsize
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
         rooms = _rooms(sizes, rows, call.room, itemsize)
         first, first_heads = (rooms.with_gates, 2 * heads) if sizes.gated > 0 else (rooms.q, heads)
         normed(
-            threads, call.x, 0, 0, weights.norm, numbers.first_offset, numbers.first_eps, rows, width, rooms.normed,
-            kind,
+            threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, rooms.normed, kind
         )  # fmt: skip
         multiply(
             threads, rooms.normed, width, rows, width,
-            (weights.q, weights.q_bias, first_heads, first, weights.k, weights.k_bias, kv_heads, rooms.k,
-             weights.v, weights.v_bias, kv_heads, rooms.v), kind,
+            (q_weight, q_bias, first_heads, first, k_weight, k_bias, kv_heads, rooms.k, v_weight, v_bias, kv_heads,
+             rooms.v), kind,
         )  # fmt: skip
         add(threads, rooms.normed, rows, width, terms_at(at + _TERMS_AT, 0), (first, rooms.k, rooms.v), kind)
         if sizes.gated > 0:
@@ -188,7 +168,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         _rotate_and_write(
             threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, step.angles, step.block_size),
-            (weights.q_norm, kind, weights.k_norm, kind, numbers.head_offset, numbers.head_eps),
+            (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
         attended = rooms.q  # the queries are not read any more
@@ -206,14 +186,11 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
                 dim, 2 * dim, dim, rooms.rotated,
             )  # fmt: skip
             attended = rooms.rotated
-        multiply(
-            threads, attended, heads, rows, heads, (weights.o, weights.o_bias, width, rooms.normed, *NO_OTHERS), kind
-        )  # fmt: skip
+        multiply(threads, attended, heads, rows, heads, (o_weight, o_bias, width, rooms.normed, *NO_OTHERS), kind)
         add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (rooms.normed, no, no), kind)
         finish(
             threads, (call.x, rooms.normed, call.out, rooms.of_mlp, call.normed), (rows, width, sizes.inner),
-            (weights.mlp_norm, weights.gate, weights.gate_bias, weights.up, weights.up_bias, weights.down,
-             weights.down_bias),
+            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
             (numbers.second_eps, numbers.second_offset),
             (terms_at(at + _TERMS_AT, 2), terms_at(at + _TERMS_AT, 3)), itemsize, kind,
         )  # fmt: skip

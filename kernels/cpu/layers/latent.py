@@ -27,7 +27,7 @@ from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.operation import most_heads_together
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
-from samebit.kernels.cpu.layers.mlp import normed, with_mlp
+from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, normed, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.layers.terms import (
     LAYOUT,
@@ -48,9 +48,6 @@ from samebit.kernels.layout.layers.latent import LatentLayerOptions, LatentTerms
 _heads = products_of_heads.multiply.part
 _heads_by_pairs = products_of_heads.multiply_by_pairs.part
 _heads_by_tiles = products_of_heads.multiply_by_tiles.part
-
-_ROOMS = 12
-"""The most arrays that lie in the room, each from a multiple of sixteen elements on."""
 
 _FLOAT = np.float32(0)
 
@@ -94,6 +91,22 @@ class Numbers(NamedTuple):
     scale: Any
 
 
+class Rooms(NamedTuple):
+    """Holds the addresses of what is between the kernels: norms, latents and keys, queries, their latents and the norms
+    of these, absorbed queries, what is attended to, and its values; where that of the MLP begins, and what is free."""
+
+    normed: int
+    compressed: int
+    q: int
+    low: int
+    low_normed: int
+    absorbed: int
+    attended: int
+    values: int
+    of_mlp: int
+    free: int
+
+
 WEIGHTS = 19
 """Counts the parameters of `LatentWeights.flat` that are not an indexer's."""
 
@@ -107,6 +120,31 @@ _SIZES_AT = 8 * WEIGHTS
 _MEMORY_AT = _SIZES_AT + 8 * _SIZES
 _NUMBERS_AT = _MEMORY_AT + 8 * _MEMORY
 _TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
+
+
+@inlined_part
+def _rooms(sizes: Any, rows: int, room: int, itemsize: int) -> Any:
+    """Place the arrays of a layer from an address on; `room_of` is the room that they take."""
+    count, rank, latent = sizes.heads, sizes.query_rank, sizes.rank + sizes.rope
+    compressed = room + whole_lines(rows * sizes.width) * itemsize
+    q = compressed + whole_lines(rows * latent) * itemsize
+    low = q + whole_lines(rows * count * (sizes.nope + sizes.rope)) * itemsize
+    low_normed = low + whole_lines(rows * rank) * itemsize
+    absorbed = low_normed + whole_lines(rows * rank) * itemsize
+    attended = absorbed + whole_lines(rows * count * latent) * itemsize
+    values = attended + whole_lines(rows * count * sizes.rank) * itemsize
+    of_mlp = values + whole_lines(rows * count * sizes.value) * itemsize
+    free = of_mlp + (3 * whole_lines(rows * sizes.inner) + whole_lines(rows * sizes.width)) * itemsize
+    return Rooms(room, compressed, q, low, low_normed, absorbed, attended, values, of_mlp, free)
+
+
+def room_of(options: LatentLayerOptions, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of `_rooms` up to what is free, those of each row and those of the layer."""
+    attention, rank = options.attention, options.query_rank
+    of_head = options.nope + attention.rope + attention.width + attention.rank + options.value
+    of_mlp = 3 * options.inner + options.width
+    of_row = options.width + attention.width + rank + rank + options.heads * of_head + of_mlp
+    return of_row * dtype.itemsize, (len(Rooms._fields) - 2 + ROOMS_OF_MLP) * LANES * dtype.itemsize
 
 
 @kernel_part
@@ -187,72 +225,68 @@ def with_product(
             heads_weight, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
         ) = read(at, WEIGHTS, no)  # fmt: skip
         rows, width, count, nope, value = step.rows, sizes.width, sizes.heads, sizes.nope, sizes.value
-        rank, low, inner = sizes.rank, sizes.query_rank, sizes.inner
-        latent, size = rank + sizes.rope, nope + sizes.rope
+        rank, low, latent, size = sizes.rank, sizes.query_rank, sizes.rank + sizes.rope, nope + sizes.rope
         itemsize = elements(no, 0, kind).itemsize
-        normed_at = call.room
-        compressed = normed_at + whole_lines(rows * width) * itemsize
-        q = compressed + whole_lines(rows * latent) * itemsize
-        low_rank = q + whole_lines(rows * count * size) * itemsize
-        low_normed = low_rank + whole_lines(rows * low) * itemsize
-        absorbed = low_normed + whole_lines(rows * low) * itemsize
-        attended = absorbed + whole_lines(rows * count * latent) * itemsize
-        values = attended + whole_lines(rows * count * rank) * itemsize
-        rest = values + whole_lines(rows * count * value) * itemsize
-        room = rest + (3 * whole_lines(rows * inner) + whole_lines(rows * width)) * itemsize
-        of_input, of_low = beside(call, rows, room, kind)
-        normed(threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
-        first = low_rank if low > 0 else q
-        multiply(
-            threads, normed_at, width, rows, width,
-            (q_weight, q_bias, low if low > 0 else count * size, first, kv_weight, kv_bias, latent, compressed,
-             *of_input), kind,
+        rooms = _rooms(sizes, rows, call.room, itemsize)
+        of_input, of_low = beside(call, rows, rooms.free, kind)
+        normed(
+            threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, rooms.normed, kind
         )  # fmt: skip
-        add(threads, normed_at, rows, width, terms_at(at + _TERMS_AT, 0), (first, compressed, no), kind)
+        first, outputs = (rooms.low, low) if low > 0 else (rooms.q, count * size)
+        multiply(
+            threads, rooms.normed, width, rows, width,
+            (q_weight, q_bias, outputs, first, kv_weight, kv_bias, latent, rooms.compressed, *of_input), kind,
+        )  # fmt: skip
+        add(threads, rooms.normed, rows, width, terms_at(at + _TERMS_AT, 0), (first, rooms.compressed, no), kind)
         if low > 0:
             normed(
-                threads, low_rank, 0, 0, q_norm, numbers.query_offset, numbers.query_eps, rows, low, low_normed, kind
+                threads, rooms.low, 0, 0, q_norm, numbers.query_offset, numbers.query_eps, rows, low, rooms.low_normed,
+                kind,
             )  # fmt: skip
-            multiply(threads, low_normed, low, rows, low, (b_weight, b_bias, count * size, q, *of_low, *NO_LAYER), kind)
-            add(threads, low_normed, rows, low, terms_at(at + _TERMS_AT, 1), (q, no, no), kind)
+            multiply(
+                threads, rooms.low_normed, low, rows, low,
+                (b_weight, b_bias, count * size, rooms.q, *of_low, *NO_LAYER), kind,
+            )  # fmt: skip
+            add(threads, rooms.low_normed, rows, low, terms_at(at + _TERMS_AT, 1), (rooms.q, no, no), kind)
         each = (nope + value) * rank
         multiply_heads(
             shared(rows * count * nope, threads),
             products_of_heads.Product(
-                products_of_heads.Rows(q, count * size, size), products_of_heads.Rows(absorbed, count * latent, latent),
+                products_of_heads.Rows(rooms.q, count * size, size),
+                products_of_heads.Rows(rooms.absorbed, count * latent, latent),
                 rows, count, nope, rank, heads_weight, each, True,
             ), kind,
         )  # fmt: skip
         share_out(
             _place_rows, ROW_PARTS, shared(rows * count * latent, threads),
-            ((q, compressed, absorbed, latent_norm, step.cos, step.sin), rows, sizes, memory,
+            ((rooms.q, rooms.compressed, rooms.absorbed, latent_norm, step.cos, step.sin), rows, sizes, memory,
              (numbers.latent_eps, numbers.latent_offset), step, kind),
         )  # fmt: skip
         lists = table(memory.lists, rows, memory.top_k)
-        choose(threads, normed_at, call, step, work, sizes, lists, room, kind)
+        choose(threads, rooms.normed, call, step, work, sizes, lists, rooms.free, kind)
         attend_part(
-            carray(pointer(absorbed, kind), (rows, count, latent)),
+            carray(pointer(rooms.absorbed, kind), (rows, count, latent)),
             carray(pointer(memory.pages, kind), (memory.num_blocks, step.block_size, latent)),
             table(step.sequences, 4, step.num_sequences), table(work.block_tables, work.num_tables, work.table_width),
             table(work.tiles, work.num_tiles, 2), lists,
-            memory.together, numbers.scale, carray(pointer(attended, kind), (rows, count, rank)),
+            memory.together, numbers.scale, carray(pointer(rooms.attended, kind), (rows, count, rank)),
             carray(pointer(no, _FLOAT), (0, 0)), threads,
         )  # fmt: skip
         multiply_heads(
             shared(rows * count * value, threads),
             products_of_heads.Product(
-                products_of_heads.Rows(attended, count * rank, rank),
-                products_of_heads.Rows(values, count * value, value),
+                products_of_heads.Rows(rooms.attended, count * rank, rank),
+                products_of_heads.Rows(rooms.values, count * value, value),
                 rows, count, rank, value, heads_weight + nope * rank * itemsize, each, False,
             ), kind,
         )  # fmt: skip
         multiply(
-            threads, values, count * value, rows, count * value,
-            (o_weight, o_bias, width, normed_at, *NO_OTHERS), kind,
+            threads, rooms.values, count * value, rows, count * value,
+            (o_weight, o_bias, width, rooms.normed, *NO_OTHERS), kind,
         )  # fmt: skip
-        add(threads, values, rows, count * value, terms_at(at + _TERMS_AT, 2), (normed_at, no, no), kind)
+        add(threads, rooms.values, rows, count * value, terms_at(at + _TERMS_AT, 2), (rooms.normed, no, no), kind)
         finish(
-            threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
+            threads, (call.x, rooms.normed, call.out, rooms.of_mlp, call.normed), (rows, width, sizes.inner),
             (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
             (numbers.second_eps, numbers.second_offset),
             (terms_at(at + _TERMS_AT, 3), terms_at(at + _TERMS_AT, 4)), itemsize, kind,
@@ -353,11 +387,3 @@ def numbers_of_layer(
         most_heads_together(options.heads), options.neighbours, *options.numbers, attention.scale,
         *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
-
-
-def room_of(options: LatentLayerOptions, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes that a layer needs for what is between its kernels, of each row and of the layer."""
-    attention, heads = options.attention, options.heads
-    of_heads = options.nope + attention.rope + attention.width + attention.rank + options.value
-    of_row = 2 * options.width + attention.width + 2 * options.query_rank + heads * of_heads + 3 * options.inner
-    return of_row * dtype.itemsize, _ROOMS * LANES * dtype.itemsize

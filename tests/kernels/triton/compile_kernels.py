@@ -248,7 +248,7 @@ def attentions() -> None:
 
 
 def shared_prefix(count: int, layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> ForwardContext:
-    """Compile attention of the next token of sequences that begin with the same blocks."""
+    """Lay out the next token of sequences that begin with the same blocks."""
     sequences = np.arange(count, dtype=np.int32)
     return ForwardContext(
         positions=torch.zeros(count, dtype=torch.int64),
@@ -338,7 +338,7 @@ def mamba() -> None:
 
 
 def with_states(shape: SSMShape | DeltaShape, dtype: torch.dtype) -> ForwardContext:
-    """Two sequences in a rollout of recurrent layers: one goes on with three tokens, another begins with seventeen."""
+    """Lay out two sequences of recurrent layers: one goes on with three tokens, another begins with seventeen."""
     return ForwardContext(
         positions=torch.zeros(20, dtype=torch.int64),
         row_start=np.array([0, 3], np.int32),
