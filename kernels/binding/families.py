@@ -167,6 +167,7 @@ _WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
 _SPARSE = LayerFamily(("deepseek_sparse_attention", "indexed_attention"), pre_norm=True)  # before 5.18, and since
+_GRANITE_ROUTER = Router("router", ("TopKGating", "TopKRouter"), logits_last=_RELEASE < (5, 21))
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
 _QWEN_SHARED = SharedExperts("shared_expert", "shared_expert_gate")
 _OF_CHOSEN = ExpertFamily("SparseMoeBlock", "softmax_of_chosen")
@@ -268,9 +269,7 @@ FAMILIES = {
             "GraniteMoeHybrid",
             scaled_down,
             mlp=MLPFamily("input_linear"),
-            experts=ExpertFamily(
-                "MoE", "softmax_of_chosen", router=Router("router", ("TopKGating", "TopKRouter"), logits_last=True)
-            ),
+            experts=ExpertFamily("MoE", "softmax_of_chosen", router=_GRANITE_ROUTER),
             mamba=MambaFamily("MambaLayer", ("GraniteMoeHybridRMSNormGated",), "mamba_conv_bias"),
             layers=LayerFamily(("mamba", "attention", "full_attention")),
         ),
