@@ -93,7 +93,8 @@ test: install
 
 # The tests of what Hugging Face's classes, configs and files have a part in. Its own environment has no verl, which asks
 # for an older transformers. ARGS as for test.
-NEXT_TESTS := tests/exactness tests/weight_sync tests/rollout/requests tests/rollout/worker tests/kernels/triton/test_model.py
+NEXT_TESTS := tests/exactness tests/weight_sync tests/rollout/requests tests/rollout/worker tests/rollout/http \
+	tests/kernels/triton/test_model.py
 
 test-next: $(NEXT)/.samebit-installed
 	OMP_NUM_THREADS=1 $(NEXT)/bin/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 \
@@ -101,7 +102,7 @@ test-next: $(NEXT)/.samebit-installed
 
 $(NEXT)/.samebit-installed: pyproject.toml setup.py constraints-next.txt
 	$(environment)
-	$(NEXT)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-next.txt -e '.[test]'
+	$(NEXT)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-next.txt -e '.[test,serve]'
 	$(finished)
 
 soak: install
