@@ -40,8 +40,9 @@ KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
 time than what computes them, 0.1 ms of a step."""
 
-_CACHES = ("past_key_values", "cache_params")
-"""Names the argument of a Hugging Face cache: that of most families, and that of Mamba2."""
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""Names the argument of a Hugging Face cache: that of all families since transformers 5.24, and before it that of most
+families and that of Mamba2."""
 _OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """Names arguments that tell other kernels where the sequences of a packed batch begin."""
 _GENERATE = "generate with samebit.rollout.RolloutWorker"

@@ -17,6 +17,10 @@ from samebit.kernels.binding.families import Family
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 """Names arguments of the wrapping models' forwards."""
 
+_NOT_OF_TEXT = ("rope_deltas", "image_outputs", "video_outputs")
+"""Names what the whole model hands on of the wrapping model's output: how far images move the positions behind them,
+and since transformers 5.24 what vision made."""
+
 _KINDS_OF_TOKENS = "mm_token_type_ids"
 """Names the argument that tells tokens of images, 1 or more, from those of text, 0."""
 
@@ -83,14 +87,16 @@ def wrapping_forward(
             f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images and videos are not exact. "
             "Leave them out, or keep a model that is not bound"
         )
+    of_text = {name: value for name, value in kwargs.items() if name not in (*_OF_IMAGES, _KINDS_OF_TOKENS)}
+    if past_key_values is not None:  # transformers 5.24 knows another name, and the text model refuses both
+        of_text["past_key_values"] = past_key_values
     outputs = self.language_model(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
-        **{name: value for name, value in kwargs.items() if name not in (*_OF_IMAGES, _KINDS_OF_TOKENS)},
+        **of_text,
     )
     if not isinstance(outputs, tuple):
-        outputs.rope_deltas = None  # which the whole model hands on: how far images move the positions behind them
+        vars(outputs).update(dict.fromkeys(_NOT_OF_TEXT))
     return outputs

@@ -277,10 +277,14 @@ def test_a_layout_of_zamba2_that_hugging_face_can_not_run_is_refused() -> None:
     assert_refused(model, "layer 1 has no adapter of its own")
 
 
+@pytest.mark.filterwarnings("ignore:`.*` is deprecated:FutureWarning")  # names of caches, since transformers 5.24
 def test_a_bound_model_refuses_what_it_would_get_wrong() -> None:
     model, ids = bound_model("Llama"), torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="keeps no Hugging Face cache"):
         model(ids, past_key_values=transformers.DynamicCache())
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match=r"keeps no Hugging Face cache \(cache\): generate with"):
+            part(ids, cache=transformers.DynamicCache())
     with pytest.raises(ValueError, match="RolloutWorker"):
         model.generate(ids, max_new_tokens=2)
     with pytest.raises(ValueError, match="output_attentions"):
@@ -288,7 +292,7 @@ def test_a_bound_model_refuses_what_it_would_get_wrong() -> None:
     with pytest.raises(ValueError, match=r"shape of input_ids, \(1, 4\), got \(1, 5\).*keeps none: generate with"):
         model(ids, attention_mask=torch.ones(1, 5))
     assert model(ids, use_cache=True).past_key_values is None
-    with pytest.raises(ValueError, match=r"keeps no Hugging Face cache \(cache_params\): generate with"):
+    with pytest.raises(ValueError, match=r"keeps no Hugging Face cache \(cache(_params)?\): generate with"):
         bound_model("Mamba2")(ids, cache_params=transformers.DynamicCache())
     with pytest.raises(ValueError, match="is_causal=False: a bound model attends to no later token"):
         model(ids, is_causal=False)

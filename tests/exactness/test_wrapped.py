@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
@@ -105,6 +106,16 @@ def of_images(**inputs: Any) -> dict[str, Any]:
 def test_images_are_refused_by_name(wrapped: PreTrainedModel, inputs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         wrapped(IDS, **inputs)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_cache_is_refused_and_none_is_handed_on(wrapped: PreTrainedModel) -> None:
+    for name in ("cache", "past_key_values"):
+        with pytest.raises(ValueError, match="a bound model keeps no Hugging Face cache"):
+            wrapped(IDS, **{name: DynamicCache()})
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")  # transformers 5.24 warns of the name that the argument had before
+        assert torch.equal(wrapped.model(IDS).last_hidden_state, wrapped.model(IDS, past_key_values=None)[0])
 
 
 def halved(model: PreTrainedModel) -> PreTrainedModel:

@@ -30,6 +30,7 @@ class DecoderOutput:
 
     last_hidden_state: torch.Tensor
     past_key_values: None = None
+    cache: None = None  # its name since transformers 5.24
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None
