@@ -9,6 +9,8 @@ Invariants
 * Tied weights are one tensor with several names: offering any one of the names covers all of them.
 * A tensor of several experts may come in parts; every part has to come, once.
 * What text has no use for has no place, and is left out: here alone, so that every source is taken alike.
+* A parameter that the model's class keeps in float32 may be offered in a narrower dtype: its forward widens it, as that
+  of a trainer does that has it in that dtype.
 * A buffer is never cast. A router's correction bias is float32 in every forward; one that went through bfloat16 on its
   way chooses other experts. Only from a folder may it be widened, which keeps every value: so transformers reads it,
   and with it the trainer.
@@ -17,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -74,13 +77,15 @@ class Manifest:
     """Lists the names, shapes and dtypes of a model's tensors.
 
     specs: every name of the model's. ties: the names that share one storage, first name first. buffers: the names that
-    are no parameters. names: what folders call these tensors, and their parts.
+    are no parameters. names: what folders call these tensors, and their parts. float32: the names that the class
+    keeps so.
     """
 
     specs: dict[str, TensorSpec]
     ties: tuple[tuple[str, ...], ...]
     buffers: frozenset[str] = frozenset()
     names: FolderNames = field(default_factory=FolderNames)
+    float32: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module) -> Manifest:
@@ -94,6 +99,7 @@ class Manifest:
             tuple(tuple(names) for names in groups.values()),
             frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)),
             FolderNames.of(module),
+            float32_names(module),
         )
 
     def differences(self, module: nn.Module) -> list[str]:
@@ -225,7 +231,7 @@ class Manifest:
                 continue
             elif place.name in self.buffers:
                 rounded += [] if terms.widen_buffers and _widens(spec.dtype, own.dtype) else [said]
-            elif not terms.cast:
+            elif not (terms.cast or (place.name in self.float32 and _widens(spec.dtype, own.dtype))):
                 uncast.append(said)
         return [
             ("misshapen", misshapen),
@@ -275,6 +281,14 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves (not copies), tied names included."""
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def float32_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of tensors that transformers keeps in float32 where it loads the model in a narrower dtype,
+    because a class asks for that: the weights of sigmoid routers, since 5.24."""
+    asked = {found for part in module.modules() for found in vars(part).get("_keep_in_fp32_modules_strict") or ()}
+    patterns = [re.compile(one.replace("*", ".*")) for one in asked]
+    return frozenset(name for name in live_tensors(module) if any(pattern.search(name) for pattern in patterns))
 
 
 def _without_values(tensor: Tensor) -> str:

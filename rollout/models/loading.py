@@ -36,7 +36,7 @@ from samebit.rollout.models.text_config import read_text_config
 from samebit.rollout.requests.stopping import as_token_ids
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.folder_names import FolderNames
-from samebit.weight_sync.manifest import live_tensors
+from samebit.weight_sync.manifest import float32_names, live_tensors
 
 _READING = threading.Lock()
 
@@ -195,9 +195,11 @@ def _check_asked_dtype(module: nn.Module, config: RolloutConfig) -> None:
     asked = config.torch_dtype()
     if asked is None:
         return
+    kept = float32_names(module)
     for name, parameter in module.named_parameters():
         of_adapter = ".lora_A." in name or ".lora_B." in name  # peft keeps these in float32
-        if parameter.dtype != asked and not of_adapter:
+        as_loaded = name in kept and parameter.dtype is torch.float32
+        if parameter.dtype != asked and not (of_adapter or as_loaded):
             raise ModelLoadError(
                 f"dtype={config.dtype!r} was asked for, but the module's {name} is {parameter.dtype}; a module "
                 "is served as it is: convert it yourself or leave dtype out"

@@ -7,7 +7,6 @@ missing. And for those of models whose routers have corrections, which transform
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.initialization import no_init_weights
 from samebit.kernels.binding.experts.plan import CORRECTION
 from samebit.rollout.models.text_config import read_text_config
 from samebit.weight_sync import Manifest, TensorSpec, apply_weights, open_source
-from samebit.weight_sync.manifest import live_tensors
+from samebit.weight_sync.manifest import float32_names, live_tensors
 from samebit.weight_sync.quantized import quantization_of
 
 
@@ -74,7 +73,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 def _keep_float32(module: nn.Module) -> None:
     """Make corrections float32, and what the model's class wants so, whatever the dtype of the rest."""
-    patterns = (CORRECTION, *(vars(module).get("_keep_in_fp32_modules_strict") or ()))
+    asked = float32_names(module)
     for name, tensor in live_tensors(module).items():
-        if any(re.search(pattern, name) for pattern in patterns):
+        if name in asked or name.endswith(CORRECTION):
             tensor.data = tensor.data.float()

@@ -1,6 +1,7 @@
 """Make tiny random-weight models of every bound family, with odd widths and logits that are not flat."""
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -461,11 +462,13 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Move to a dtype as loading does, which leaves the corrections of routers in float32."""
-    kept = [(holder, holder.e_score_correction_bias) for holder in _corrections(model)]
+    """Move to a dtype as loading does, which keeps in float32 what the class asks for, and corrections of routers."""
+    patterns = ("e_score_correction_bias", *(vars(model).get("_keep_in_fp32_modules_strict") or ()))
+    values = {name: value for name, value in model.state_dict().items() if any(re.search(p, name) for p in patterns)}
     model = model.to(dtype)
-    for holder, correction in kept:
-        holder.e_score_correction_bias = correction
+    tensors = model.state_dict(keep_vars=True)
+    for name, value in values.items():
+        tensors[name].data = value
     return model
 
 

@@ -131,6 +131,31 @@ def test_a_correction_bias_that_was_rounded_is_refused_everywhere() -> None:
         worker.generate(PROMPTS, FEW)
 
 
+@pytest.mark.parametrize("family", ["Glm4Moe", "DeepseekV3", "NemotronH, experts"])
+def test_routers_that_their_class_keeps_in_float32(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker has what `from_pretrained` gives a trainer, and takes what a trainer has that was moved to bfloat16.
+
+    Classes ask for their routers' weights in float32 since transformers 5.24.
+    """
+    moved = make_model(family, torch.bfloat16)
+    monkeypatch.setattr(type(moved), "_keep_in_fp32_modules_strict", ["e_score_correction_bias", "gate.weight"])
+    make_model(family).save_pretrained(tmp_path)
+    trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    routers = [name for name, _ in trainer.named_parameters() if name.endswith("gate.weight")]
+    assert {trainer.get_parameter(name).dtype for name in routers} == {torch.float32}
+    for source in (tmp_path, trainer):
+        with RolloutWorker(source, config=RolloutConfig(dtype="bfloat16")) as worker:
+            assert differing(worker.module, trainer) == []
+            check(worker, trainer)
+    for name in routers:
+        moved.get_parameter(name).data = moved.get_parameter(name).data.bfloat16()
+    with RolloutWorker(tmp_path, config=RolloutConfig(dtype="bfloat16")) as worker:
+        assert worker.receive_weights(moved).casts == tuple(f"{name}: bfloat16 -> float32" for name in routers)
+        check(worker, bind(moved))
+
+
 @pytest.mark.parametrize("family", ["Glm4Moe", "NemotronH, experts"])
 def test_correction_biases_that_were_published_in_bfloat16_are_widened(family: str, tmp_path: Path) -> None:
     """Correction biases that were published in bfloat16 are widened, which keeps every value, as transformers does for
@@ -138,12 +163,13 @@ def test_correction_biases_that_were_published_in_bfloat16_are_widened(family: s
     """
     make_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
     trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-    biases = [name for name in trainer.state_dict() if name.endswith("e_score_correction_bias")]
-    assert {trainer.state_dict()[name].dtype for name in biases} == {torch.float32}
+    widened = sorted(name for name, tensor in trainer.state_dict().items() if tensor.dtype == torch.float32)
+    assert any(name.endswith("e_score_correction_bias") for name in widened)
     with RolloutWorker(tmp_path) as worker:
         assert differing(worker.module, trainer) == []
         check(worker, trainer)
         worker.receive_weights(halved(trainer))
         trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-        assert worker.receive_weights(tmp_path).casts == tuple(f"{name}: bfloat16 -> float32" for name in biases)
+        casts = worker.receive_weights(tmp_path).casts
+        assert sorted(casts) == [f"{name}: bfloat16 -> float32" for name in widened]
         check(worker, trainer)

@@ -323,6 +323,30 @@ def test_a_correction_bias_in_a_folder_may_be_narrower_and_not_wider(tmp_path: P
         apply_weights(model, tmp_path, cast=True)
 
 
+@pytest.mark.parametrize("kind", ["module", "dict", "stream", "link", "folder"])
+def test_a_router_that_its_class_keeps_in_float32_may_come_narrower_and_goes_nowhere_rounded(
+    kind: str, tmp_path: Path
+) -> None:
+    """Since transformers 5.24 classes ask for weights of routers in float32; a trainer in bfloat16 widens its own."""
+    trainer, model = expert_model("Glm4Moe", seed=1), expert_model("Glm4Moe")
+    model._keep_in_fp32_modules_strict = {"e_score_correction_bias", "gate.weight"}
+    name = "model.layers.1.mlp.gate.weight"
+    model.get_parameter(name).data = model.get_parameter(name).data.float()
+    saved("Glm4Moe", tmp_path)
+    of_kind: dict[str, Callable[[], SyncReport]] = {
+        "module": lambda: apply_weights(model, trainer),
+        "dict": lambda: apply_weights(model, values(trainer)),
+        "stream": lambda: apply_weights(model, in_one_piece(values(trainer))),
+        "link": lambda: sent([trainer], model)[0],
+        "folder": lambda: apply_weights(model, tmp_path),
+    }
+    assert of_kind[kind]().casts == (f"{name}: bfloat16 -> float32",)
+    assert differing(model, trainer) == [name]
+    assert torch.equal(model.get_parameter(name), trainer.get_parameter(name).float())
+    with pytest.raises(WeightMismatchError, match=rf"1 of another dtype \(send .*{name}: offered \[6, 18\] float32"):
+        apply_weights(trainer, model)
+
+
 def test_the_receivers_dtypes_are_kept() -> None:
     """A gpt-oss with float32 norms keeps their dtype when its sender has everything in bfloat16."""
     trainer, model = expert_model("GptOss", seed=1), expert_model("GptOss")

@@ -168,6 +168,6 @@ def check_corrections(model: nn.Module) -> None:
             raise BindingError(
                 f"{name} is {buffer.dtype}; exact is torch.float32. A cast of the whole model (model.to(dtype)) rounds "
                 "it, and experts are chosen by it: load the model with from_pretrained(..., dtype=...), which keeps "
-                f"what its class asks for (_keep_in_fp32_modules_strict = ['{CORRECTION}']; Kimi-Linear's does not, "
-                "so set it there before), or give the buffer its float32 values again"
+                f"what its class asks for (_keep_in_fp32_modules_strict = ['{CORRECTION}']; Kimi-Linear's does not "
+                "before transformers 5.24, so set it there before), or give the buffer its float32 values again"
             )
