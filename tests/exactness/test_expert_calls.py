@@ -59,6 +59,23 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert_same_samples(again, at_once)
 
 
+@pytest.mark.parametrize("family", ["Qwen3Next", "Glm4Moe"])
+def test_one_call_takes_routers_in_float32(family: str, blocks_in_calls: list[int]) -> None:
+    """Loading keeps the routers of some classes in float32, whatever the dtype of the model is."""
+    model = make_model(family, torch.bfloat16)
+    of_float32 = make_model(family).state_dict()
+    for name in (f"{name}.gate.weight" for name in blocks_of(model)):
+        model.get_parameter(name).data = of_float32[name]
+    at_once, _ = run(bind(model), PROMPTS, PARAMS)
+    assert min(blocks_in_calls) <= 2
+    assert max(blocks_in_calls) > 16
+    assert_matches_trainer(model, at_once, PARAMS)
+    blocks_in_calls.clear()
+    again = one_by_one(model, PROMPTS, PARAMS, *(f"{name}.gate" for name in blocks_of(model)))
+    assert not blocks_in_calls
+    assert_same_samples(again, at_once)
+
+
 @pytest.mark.parametrize("part", ["", "gate", "experts", *SHARED])
 def test_who_listens_to_a_part_of_a_block_hears_each_call(part: str, blocks_in_calls: list[int]) -> None:
     model = bound_model("Qwen3Next")

@@ -78,14 +78,15 @@ class Rooms(NamedTuple):
 
 _WEIGHTS = 15
 _OTHER_SIZES = SIZES - 1
-_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 1 + RULE}q" + "f4x" * 3)
+_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 2 + RULE}q" + "f4x" * 3)
 """Lays out a block's record: the addresses of `BlockWeights.flat`, 0 for what it does not have, `one_call.Sizes` but
-for the rows, `one_call.ExpertKernels`, F, `routing.Rule` but for the scale; the scale, limit and alpha."""
+for the rows, `one_call.ExpertKernels`, F, whether the router is float32, `routing.Rule` but for the scale; the scale,
+limit and alpha."""
 
 _SIZES_AT = 8 * _WEIGHTS
 _KERNELS_AT = _SIZES_AT + 8 * _OTHER_SIZES
 _SHARED_AT = _KERNELS_AT + 8 * KERNELS
-_RULE_AT = _SHARED_AT + 8
+_RULE_AT = _SHARED_AT + 16
 _NUMBERS_AT = _RULE_AT + 8 * RULE
 
 
@@ -107,17 +108,28 @@ def _rooms(sizes: Any, of_every_row: int, itemsize: int, room: int) -> Any:
 
 
 @kernel_part
-def _route(threads: int, x: int, weights: Any, sizes: Any, rule: Any, rooms: Any, kind: Any) -> None:
+def _route(
+    threads: int, x: int, weights: Any, in_float32: int, sizes: Any, rule: Any, rooms: Any, kind: Any
+) -> None:  # fmt: skip
     """Write ids and weights of the experts that each row chooses, all in float32.
 
-    ``weights``: addresses of the router's weight, its bias and the correction.
+    Args:
+        threads: take shares of each kernel.
+        x: address of the rows.
+        weights: addresses of the router's weight, its bias and the correction.
+        in_float32: above 0 where the router's are float32, whatever the rows are.
+        sizes: `Sizes`.
+        rule: `Rule`.
+        rooms: `Rooms`.
+        kind: a number of the elements' type.
     """
     rows, width, experts, no = sizes.rows, sizes.width, sizes.experts, np.int64(0)
     router, bias, correction_at = weights
     if elements(no, 0, kind).itemsize < 4:
         x = write_widened(threads, x, rows * width, rooms.x, kind)
-        router = write_widened(threads, router, experts * width, rooms.router, kind)
-        if bias:
+        if not in_float32:
+            router = write_widened(threads, router, experts * width, rooms.router, kind)
+        if bias and not in_float32:
             bias = write_widened(threads, bias, experts, rooms.router_bias, kind)
     product(threads, x, width, rows, width, (router, bias, experts, rooms.logits, *NO_OTHERS), _FLOAT)
     correction = floats(correction_at if correction_at else rooms.correction, experts)
@@ -161,14 +173,13 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         no, at, rows, x = np.int64(0), call.record, step.rows, call.normed
         itemsize = elements(no, 0, kind).itemsize
         weights, kernels = read(at, _WEIGHTS, no), ExpertKernels(*read(at + _KERNELS_AT, KERNELS, no))
-        (up, up_bias, down, down_bias), (gate, gate_bias) = weights[2:6], weights[12:14]
+        (up, up_bias, down, down_bias), (gate, gate_bias) = weights[0:4], weights[10:12]
         sizes = Sizes(rows, *read(at + _SIZES_AT, _OTHER_SIZES, no))
-        (inner,), width = read(at + _SHARED_AT, 1, no), sizes.width
+        (inner, in_float32), width = read(at + _SHARED_AT, 2, no), sizes.width
         scale, limit, alpha = read(at + _NUMBERS_AT, 3, _FLOAT)
         rooms = _rooms(sizes, inner, itemsize, call.room)
         _route(
-            threads, x, (weights[0], weights[1], weights[14]), sizes, Rule(scale, *read(at + _RULE_AT, RULE, no)),
-            rooms, kind,
+            threads, x, weights[12:15], in_float32, sizes, Rule(scale, *read(at + _RULE_AT, RULE, no)), rooms, kind,
         )  # fmt: skip
         operands = Operands(x, rooms.ids, rooms.weights, up, up_bias, down, down_bias, rooms.routed)
         compute_experts(threads, sizes, operands, kernels, limit, alpha, kind)
@@ -177,7 +188,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             every_row = rooms.every_row
             compute_every_row(
                 threads, (x, every_row, rooms.inside), (rows, width, inner),
-                weights[6:12], (no, no), itemsize, kind,
+                weights[4:10], (no, no), itemsize, kind,
             )  # fmt: skip
         if gate:
             gates = rooms.gates
@@ -226,8 +237,8 @@ def _call(weights: BlockWeights, options: BlockOptions, dtype: torch.dtype) -> L
     sizes = Sizes(0, routing.top_k, number, width, options.inner, experts.products, experts.transposed)
     scale, *rule = rule_of(routing, weights.correction is not None)
     numbers = (
-        *weights.addresses, *sizes[1:], *expert_kernels(experts, dtype), options.shared, *rule, scale,
-        *constants_of(experts),
+        *weights.addresses, *sizes[1:], *expert_kernels(experts, dtype), options.shared,
+        weights.router[0].dtype is torch.float32, *rule, scale, *constants_of(experts),
     )  # fmt: skip
     itemsize = dtype.itemsize
     of_row = 4 * (number + 2 * routing.top_k + width) + (2 * width + 1 + 3 * options.shared) * itemsize

@@ -15,7 +15,8 @@ from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, Layer, 
 @dataclass(frozen=True, eq=False)
 class BlockWeights(LayerWeights):
     """Holds the parameters of a block of experts: the router's, those of the experts, those of what computes every row
-    and of its gate, None without; and the correction, float32, which stands at the end, or None."""
+    and of its gate, None without; and the correction, float32, or None. It stands at the end behind the router's, which
+    are of the others' dtype or float32."""
 
     router: Layer
     experts: ExpertWeights
@@ -29,8 +30,8 @@ class BlockWeights(LayerWeights):
         experts, nothing = self.experts, (None, None)
         gate, up, down = (nothing, nothing, nothing) if self.shared is None else self.shared
         return (
-            *self.router, experts.up, experts.up_bias, experts.down, experts.down_bias, *gate, *up, *down,
-            *(self.shared_gate or nothing), self.correction,
+            experts.up, experts.up_bias, experts.down, experts.down_bias, *gate, *up, *down,
+            *(self.shared_gate or nothing), *self.router, self.correction,
         )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class BlockOptions:
         if self.experts.transposed:
             up, down = up[::-1], down[::-1]
         return (
-            (number, width), (number,), (number, *up), (number, products), (number, *down), (number, width),
+            (number, *up), (number, products), (number, *down), (number, width),
             (shared, width), (shared,), (shared, width), (shared,), (width, shared), (width,), (1, width), (1,),
-            (number,),
+            (number, width), (number,), (number,),
         )  # fmt: skip

@@ -21,5 +21,7 @@ def block_call(x: torch.Tensor, weights: BlockWeights, options: BlockOptions) ->
     calls = whole_calls(x)
     if calls is None or torch.is_grad_enabled() or x.size(-1) != options.width:
         return None
-    fits = weights_fit(weights, options.shapes, x.dtype, (torch.float32,))
+    of_router = weights.router[0].dtype
+    allowed = of_router in (x.dtype, torch.float32)
+    fits = allowed and weights_fit(weights, options.shapes, x.dtype, (of_router, of_router, torch.float32))
     return calls.block_call(weights, options, x.dtype) if fits else None
