@@ -331,7 +331,7 @@ def test_a_router_that_its_class_keeps_in_float32_may_come_narrower_and_goes_now
     trainer, model = expert_model("Glm4Moe", seed=1), expert_model("Glm4Moe")
     model._keep_in_fp32_modules_strict = {"e_score_correction_bias", "gate.weight"}
     name = "model.layers.1.mlp.gate.weight"
-    model.get_parameter(name).data = model.get_parameter(name).data.float()
+    model.get_parameter(name).data = model.get_parameter(name).data.float() + 1e-5
     saved("Glm4Moe", tmp_path)
     of_kind: dict[str, Callable[[], SyncReport]] = {
         "module": lambda: apply_weights(model, trainer),
@@ -345,6 +345,20 @@ def test_a_router_that_its_class_keeps_in_float32_may_come_narrower_and_goes_now
     assert torch.equal(model.get_parameter(name), trainer.get_parameter(name).float())
     with pytest.raises(WeightMismatchError, match=rf"1 of another dtype \(send .*{name}: offered \[6, 18\] float32"):
         apply_weights(trainer, model)
+
+
+def test_a_router_in_float32_is_sent_as_the_forward_uses_it() -> None:
+    """A trainer that was loaded in bfloat16 computes with its router in float32; one in float32 is cast as a whole."""
+    name, asked = "model.layers.1.mlp.gate.weight", {"e_score_correction_bias", "gate.weight"}
+    trainer, model = expert_model("Glm4Moe", torch.float32, seed=1), expert_model("Glm4Moe")
+    trainer._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict = asked
+    model.get_parameter(name).data = model.get_parameter(name).data.float()
+    sent([trainer], model, dtype=torch.bfloat16)
+    assert torch.equal(model.get_parameter(name), trainer.get_parameter(name).bfloat16().float())
+    for parameter in (parameter for other, parameter in trainer.named_parameters() if other != name):
+        parameter.data = parameter.data.bfloat16()
+    sent([trainer], model, dtype=torch.bfloat16)
+    assert differing(model, trainer) == []
 
 
 def test_the_receivers_dtypes_are_kept() -> None:

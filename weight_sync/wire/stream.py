@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from samebit.weight_sync.digest import Lanes
 from samebit.weight_sync.folder_names import FolderNames, ignored_names
-from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, identity, live_tensors
+from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, float32_names, identity, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.source import check_readable, checked_dict
 from samebit.weight_sync.wire.sharded import Sharded, in_parts
@@ -51,12 +51,13 @@ class WeightStream:
         """Stream a module (tied weights once) or a dict, in which a tensor may have several names; floating tensors
         are cast to `dtype`, one at a time.
 
-        The buffers of a module are never cast: no mixed precision casts them for a forward. What a module holds that
-        text has no use for (vision) is left out.
+        The buffers of a module are never cast: no mixed precision casts them for a forward. Nor is what its class keeps
+        in float32 beside parameters of `dtype`: as float32 it is computed with there. What a module holds that text has
+        no use for (vision) is left out.
         """
         tensors = checked_dict(weights) if isinstance(weights, Mapping) else _untied(_of_text(weights))
         check_readable(tensors)
-        kept = set() if isinstance(weights, Mapping) else {name for name, _ in weights.named_buffers()}
+        kept = set() if isinstance(weights, Mapping) else _uncast(weights, dtype)
         own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         specs = {name: spec if name in kept else _cast_spec(spec, dtype) for name, spec in own.items()}
         stream = cls(specs, ((name, _as_it_travels(tensor, specs[name].dtype)) for name, tensor in tensors.items()))
@@ -132,6 +133,13 @@ def exhaust_after_error(stream: WeightStream) -> None:
 def _of_text(module: nn.Module) -> dict[str, Tensor]:
     names = FolderNames(ignored=ignored_names(module))
     return {name: tensor for name, tensor in live_tensors(module).items() if not names.ignores(name)}
+
+
+def _uncast(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
+    """Return the names of tensors that are sent as they are, whatever dtype is asked for."""
+    buffers = {name for name, _ in module.named_buffers()}
+    as_loaded = any(parameter.dtype is dtype for parameter in module.parameters())  # FSDP2, which casts, has one dtype
+    return buffers | float32_names(module) if as_loaded else buffers
 
 
 def _as_it_travels(tensor: Tensor, dtype: torch.dtype) -> Tensor | Sharded:
