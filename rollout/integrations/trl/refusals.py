@@ -15,6 +15,8 @@ from torch import nn
 from transformers import ProcessorMixin
 from transformers.training_args import OptimizerNames
 
+from samebit.weight_sync.manifest import float32_names
+
 _OPTIMIZERS = ("lomo", "adalomo", "schedule_free", "layerwise")
 """Lists parts of the names of optimizers that write weights at other times than in their step."""
 
@@ -98,7 +100,12 @@ def check_model(trainer: Any, model: nn.Module) -> None:
     Raises:
         ValueError: all reasons, by name.
     """
-    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" not in name}
+    kept = float32_names(model)
+    dtypes = {
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if "lora_" not in name and (name not in kept or parameter.dtype is not torch.float32)
+    }
     found = []
     # Accelerate's, not `args.bf16`: its launcher says so by the environment. (It refuses fp16 itself on a CPU.)
     if trainer.accelerator.mixed_precision == "bf16" and dtypes != {torch.bfloat16}:

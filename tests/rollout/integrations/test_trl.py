@@ -297,11 +297,28 @@ def test_adapters_that_are_not_exact_are_refused_by_name(adapter: dict[str, Any]
         trainer(GRPOTrainer, folder, tmp_path, peft_config=LoraConfig(r=2, target_modules=["q_proj"], **adapter))
 
 
+def mixtral(tokenizer: Any) -> MixtralForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
+
+
+def test_mixed_precision_of_a_model_that_was_loaded_with_routers_in_float32(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    model = mixtral(tokenizer).to(torch.bfloat16)
+    router = model.get_parameter("model.layers.0.mlp.gate.weight")
+    router.data = router.data.float()
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    options = config(GRPOTrainer, tmp_path, bf16=True, router_aux_loss_coef=0.0)
+    with pytest.raises(ValueError, match=r"bf16=True, .*parameters of torch\.bfloat16, torch\.float32 "):
+        GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
+    model._keep_in_fp32_modules_strict = {"gate.weight"}
+    GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
+
+
 def test_a_loss_of_routers_is_refused_by_name(tmp_path: Path) -> None:
     options = config(GRPOTrainer, tmp_path)
     tokenizer = byte_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
+    model = mixtral(tokenizer)
     data = Dataset.from_dict({"prompt": PROMPTS})
     with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.0"):
         GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
