@@ -285,7 +285,7 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def float32_names(module: nn.Module) -> frozenset[str]:
     """Return the names of tensors that transformers keeps in float32 where it loads the model in a narrower dtype,
-    because a class asks for that: the weights of sigmoid routers, since 5.24."""
+    because a class asks for that: the weights of some families' routers, since 5.24."""
     asked = {found for part in module.modules() for found in vars(part).get("_keep_in_fp32_modules_strict") or ()}
     patterns = [re.compile(one.replace("*", ".*")) for one in asked]
     return frozenset(name for name in live_tensors(module) if any(pattern.search(name) for pattern in patterns))

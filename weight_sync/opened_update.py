@@ -59,9 +59,11 @@ def _opened(source: object, manifest: Manifest, terms: UpdateTerms) -> TensorSou
 
 
 def _taken_as(manifest: Manifest, terms: UpdateTerms, name: str) -> torch.dtype:
-    """Return the dtype for a tensor that is stored quantized: with `cast` the model's, so that it is rounded once."""
-    place = manifest.place(name) if terms.cast else None
-    own = torch.bfloat16 if place is None else manifest.specs[place.name].dtype
+    """Return the dtype for a tensor that is stored quantized: with `cast` the model's, so that it is rounded once, and
+    for one that its class keeps in float32."""
+    place = manifest.place(name)
+    as_own = place is not None and (terms.cast or place.name in manifest.float32)
+    own = manifest.specs[place.name].dtype if place is not None and as_own else torch.bfloat16
     return own if castable(torch.bfloat16, own) else torch.bfloat16
 
 

@@ -139,16 +139,27 @@ def test_a_model_of_another_dtype_takes_quantized_weights_with_a_cast(
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_a_worker_is_built_on_request(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_worker_is_built_on_request(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers of DeepSeek-V3 stay float32, as its class asks since transformers 5.24: they are rounded at no place."""
     folder: Path = request.getfixturevalue(kind)
     with pytest.raises(ModelLoadError, match=rf"quantized \(quant_method='{kind}'\); dequantize=True takes them as bf"):
         load_model(folder, RolloutConfig())
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    if kind == "fp8":
+        kept = ["e_score_correction_bias", "gate.weight"]
+        monkeypatch.setattr(type(deepseek()), "_keep_in_fp32_modules_strict", kept)
     loaded = load_model(folder, RolloutConfig(dequantize=True))
     make = gpt_oss if kind == "mxfp4" else deepseek
     model, wide = make(), make(dtype=torch.float32)
+    for name, tensor in loaded.module.state_dict().items():  # routers
+        if name.endswith("gate.weight"):
+            model.get_parameter(name).data = model.get_parameter(name).data.to(tensor.dtype)
     apply_weights(model, folder, dequantize=True)
     assert differing(loaded.module, model) == []
+    routers = [name for name in model.state_dict() if name.endswith("gate.weight")]
+    assert {model.get_parameter(name).dtype for name in routers} == ({torch.float32} if kind == "fp8" else set())
     assert (loaded.eos_token_ids, loaded.module.training, loaded.shared) == ((5, 7), False, False)
     assert "quantization_config" not in loaded.module.config.to_dict()
     apply_weights(wide, folder, dequantize=True, cast=True)
