@@ -136,7 +136,7 @@ def heard(service: Service, asked: Chat) -> list[Message]:
     service.log_once("the chat template knows no role 'developer': its messages are shown as 'system'")
     rest = [message for message in messages if message.role not in _ABOVE_USERS]
     above = [message for message in messages if message.role in _ABOVE_USERS]
-    said = "\n\n".join(words for message in above if (words := _words(message)))
+    said = "\n\n".join(words for message in above if (words := message.text))
     first = above[0].model_copy(update={"role": "system", "content": said})
     return [first, *rest]
 
@@ -189,15 +189,10 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
 
 def plain(message: Message) -> dict[str, Any]:
     """Return a message as templates take it: text parts joined, arguments of calls as what their JSON says."""
-    given = {**message.model_dump(exclude_none=True), "content": _words(message)}
+    given = {**message.model_dump(exclude_none=True), "content": message.text}
     for call in given.get("tool_calls", ()):
         call["function"]["arguments"] = _meant(call["function"]["arguments"])
     return given
-
-
-def _words(message: Message) -> str:
-    content = message.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _meant(arguments: str) -> Any:

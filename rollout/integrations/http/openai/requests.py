@@ -141,6 +141,12 @@ class Message(Strict):
     function_call: None = None
     annotations: None = None
 
+    @property
+    def text(self) -> str:
+        """Return its content in one piece, empty where there is none."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
     @field_validator("tool_calls")
     @classmethod
     def _none_where_empty(cls, value: list[ToolCall] | None) -> list[ToolCall] | None:

@@ -132,16 +132,11 @@ def _digest(content: bytes) -> bytes:
 def _joined(begun: Message, more: Message) -> Message:
     """Return an answer with what continues it."""
     calls = [*(begun.tool_calls or ()), *(more.tool_calls or ())]
-    return begun.model_copy(update={"content": _text(begun) + _text(more), "tool_calls": calls or None})
+    return begun.model_copy(update={"content": begun.text + more.text, "tool_calls": calls or None})
 
 
 def _key(message: Message) -> str:
     """Return what a message is compared by; a client that sends back an answer may leave out empty fields."""
-    return message.model_copy(update={"content": _text(message)}).model_dump_json(
+    return message.model_copy(update={"content": message.text}).model_dump_json(
         exclude_none=True, exclude={"reasoning_content"}
     )
-
-
-def _text(message: Message) -> str:
-    content = message.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
