@@ -47,14 +47,14 @@ else:
 
     if TYPE_CHECKING:
         from samebit.kernels.binding.binding import bind
-        from samebit.kernels.binding.families import BindingError
+        from samebit.kernels.binding.families.family import BindingError
         from samebit.kernels.binding.trainer.training import token_logprobs, token_scores
         from samebit.kernels.ops.logprobs import logprobs_from_logits
 
     __all__ = ["BindingError", "bind", "logprobs_from_logits", "token_logprobs", "token_scores"]
 
 _HOMES = {
-    "BindingError": "binding.families",
+    "BindingError": "binding.families.family",
     "bind": "binding.binding",
     "logprobs_from_logits": "ops.logprobs",
     "token_logprobs": "binding.trainer.training",

@@ -11,7 +11,7 @@ Imports `samebit.kernels.ops`, `samebit.kernels.layout` and transformers; knows 
 """
 
 from samebit.kernels.binding.binding import Binding, bind, binding_of, is_bound
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.trainer.training import token_logprobs
 
 __all__ = ["Binding", "BindingError", "bind", "binding_of", "is_bound", "token_logprobs"]

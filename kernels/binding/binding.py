@@ -25,7 +25,9 @@ from samebit.kernels.binding.bound_record import BoundModules, check_no_own_forw
 from samebit.kernels.binding.causal_lm import Forward, own_forward
 from samebit.kernels.binding.experts.plan import check_corrections
 from samebit.kernels.binding.experts.routes import RouteLayout
-from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
+from samebit.kernels.binding.families.family import BindingError, Family
+from samebit.kernels.binding.families.inexact import inexact_features
+from samebit.kernels.binding.families.known import FAMILIES
 from samebit.kernels.binding.lora.peft_model import inner_model
 from samebit.kernels.binding.lora.plan import HOLDERS, AdapterPlan, PeftAdapters, check_adapters
 from samebit.kernels.binding.plan import Plan

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.family import BindingError
 
 _TRANSPARENT = ("torch.amp.autocast_mode", "accelerate.utils.operations", "transformers.modeling_layers")
 """Wrappers of a forward in these modules hand its arguments and results on: those of mixed precision the results in

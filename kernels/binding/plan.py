@@ -17,7 +17,7 @@ from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
 from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
-from samebit.kernels.binding.families import BindingError, Family
+from samebit.kernels.binding.families.family import BindingError, Family
 from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.layers.attention import facts_of
 from samebit.kernels.binding.layers.known import LayerFacts

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebit.kernels.binding.families import Family
+from samebit.kernels.binding.families.family import Family
 
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 """Names arguments of the wrapping models' forwards."""

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of, is_bound
-from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.binding.families.family import RECURRENT_MASKS
 from samebit.kernels.cpu import operations
 from samebit.kernels.layout.forward_context import training_context, use_context
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from samebit.kernels import BindingError
 from samebit.kernels.binding.attached import attach
-from samebit.kernels.binding.families import FAMILIES
+from samebit.kernels.binding.families.known import FAMILIES
 from samebit.kernels.binding.plan import Plan
 
 from ..kernels.helpers import assert_near

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import Qwen3ForCausalLM
 
 from samebit.kernels import BindingError, bind, logprobs_from_logits, token_logprobs, token_scores
-from samebit.kernels.binding.families import FAMILIES as BOUND
-from samebit.kernels.binding.families import Family
+from samebit.kernels.binding.families.family import Family
+from samebit.kernels.binding.families.known import FAMILIES as BOUND
 from samebit.kernels.binding.trainer import logprob_head as scored_head
 from samebit.kernels.ops.logprobs import entropy_from_logits
 

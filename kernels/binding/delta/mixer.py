@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samebit.kernels.binding.delta.family import DeltaFamily
+from samebit.kernels.binding.families.delta_family import DeltaFamily
 from samebit.kernels.binding.lora.forwards import projection, projections
 from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout.forward_context import recurrent_layout_of

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from samebit.kernels.binding.attached import Attachment
-from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.delta_family import DeltaFamily
+from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.layout.layers.delta import MixerOptions
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions

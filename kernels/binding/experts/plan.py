@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from samebit.kernels.binding.attached import Attachment
-from samebit.kernels.binding.experts.family import ExpertFamily
 from samebit.kernels.binding.experts.forwards import (
     BlockFacts,
     ExpertFacts,
@@ -17,7 +16,8 @@ from samebit.kernels.binding.experts.forwards import (
     router_forward,
 )
 from samebit.kernels.binding.experts.routes import RouteLayout
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.expert_family import ExpertFamily
+from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
 from samebit.kernels.ops.experts.routed import check_expert_options
 from samebit.kernels.ops.experts.routing import check_options

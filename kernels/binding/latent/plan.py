@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from samebit.kernels.binding.attached import Attachment
-from samebit.kernels.binding.families import BindingError
-from samebit.kernels.binding.latent.family import LatentFamily
+from samebit.kernels.binding.families.family import BindingError
+from samebit.kernels.binding.families.latent_family import LatentFamily
 from samebit.kernels.binding.latent.forwards import (
     HeadFacts,
     LatentFacts,

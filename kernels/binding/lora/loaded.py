@@ -12,7 +12,7 @@ from torch import nn
 
 from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.binding import binding_of
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
 from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
 from samebit.kernels.binding.lora.plan import ADAPTABLE, check_configs, listed, refusals

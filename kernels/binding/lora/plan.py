@@ -10,7 +10,7 @@ from torch import nn
 
 from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.bound_record import unwrapped
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
 from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_of_parameter, is_wrapped
 from samebit.kernels.layout.lora.adapters import BASE, Adapter, Delta, RowAdapters

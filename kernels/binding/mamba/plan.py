@@ -7,7 +7,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from samebit.kernels.binding.attached import Attachment
-from samebit.kernels.binding.families import BindingError, Family
+from samebit.kernels.binding.families.family import BindingError, Family
 from samebit.kernels.binding.mamba.mixer import MambaFacts, mamba_forward
 from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.trainer.training import token_scores
 from samebit.recipes import tiny_model
 from samebit.recipes.accuracy import models

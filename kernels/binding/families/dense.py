@@ -1,0 +1,37 @@
+"""List families of attention and MLPs."""
+
+from dataclasses import replace
+
+from samebit.kernels.binding.epilogue import soft_capped, unchanged
+from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, MLPFamily, NormFamily
+
+_WINDOW = AttentionFamily(window_of_all=True)
+_GEMMA_NORM = NormFamily(1.0, "eps")
+_PRE_NORM = LayerFamily(pre_norm=True)
+
+DENSE = (
+    Family("Llama", unchanged, layers=_PRE_NORM),
+    Family("Qwen2", unchanged, layers=_PRE_NORM),
+    Family("Qwen3", unchanged, attention=AttentionFamily("head"), layers=_PRE_NORM),
+    Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM),
+    Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
+    Family(
+        "Gemma2",
+        soft_capped,
+        attention=AttentionFamily(soft_capped=True),
+        norm=_GEMMA_NORM,
+        scaled_embedding="Gemma2TextScaledWordEmbedding",
+        mlp=MLPFamily(activation="hidden_activation"),
+    ),
+    Family(
+        "Gemma3",
+        soft_capped,
+        attention=AttentionFamily("head", rope_per_layer_type=True),
+        norm=_GEMMA_NORM,
+        scaled_embedding="Gemma3TextScaledWordEmbedding",
+        mlp=MLPFamily(activation="hidden_activation"),
+    ),
+    Family("Olmo2", unchanged, attention=AttentionFamily("full")),
+    Family("Olmo3", unchanged, attention=AttentionFamily("full")),
+    Family("StableLm", unchanged),
+)

@@ -1,0 +1,78 @@
+"""Say what tells the blocks of routed experts of one family from those of another."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Router:
+    """Names the router: in the block, and its classes; an empty class name stands for ``nn.Linear``.
+
+    logits_last: it gives ids, weights and logits, where others give logits, weights and ids.
+    """
+
+    name: str = "gate"
+    classes: tuple[str, ...] = ("TopKRouter",)
+    logits_last: bool = False
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """Names the experts that compute every row, where a block has them, and their ``gate``: the projection to one
+    number a row, whose sigmoid is their weight; empty for none."""
+
+    name: str = "shared_experts"
+    gate: str = ""
+
+
+@dataclass(frozen=True)
+class ExpertFamily:
+    """Describes one family's blocks of experts.
+
+    Class names are given by what follows the family's prefix, names over the versions of transformers as tuples.
+
+    Attributes:
+        block: class name of the module that holds router and experts.
+        scores: as in `layout.options.RoutingOptions`; routers of sigmoids have an ``e_score_correction_bias``.
+        experts: class names of the module that holds the experts' weights; ``ParallelExperts`` are two of them.
+        router: its names.
+        normalised: the config's key for whether weights are divided by their sum; empty where they are not.
+        group_score: what groups of experts are compared by, in families whose configs have groups (``n_group``,
+            ``topk_group``) and a factor on the weights (``routed_scaling_factor``).
+        method: the config's key for whether there are groups at all; empty where there always are.
+        form: of the experts, as in `layout.options.ExpertOptions`.
+        transposed: the experts' weights have inputs before outputs.
+        biased: router and experts have biases.
+        returns_weights: the block's result is a pair, with the weights of the chosen.
+        shared: the names of the experts that compute every row.
+    """
+
+    block: str
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"]
+    experts: tuple[str, ...] = ("Experts",)
+    router: Router = Router()
+    normalised: str = ""
+    group_score: Literal["none", "best", "best_two"] = "none"
+    method: str = ""
+    form: Literal["gated", "plain", "interleaved"] = "gated"
+    transposed: bool = False
+    biased: bool = False
+    returns_weights: bool = False
+    shared: SharedExperts = SharedExperts()
+
+
+SIGMOID = ExpertFamily(
+    "MoE",
+    "sigmoid",
+    experts=("NaiveMoe", "Experts"),
+    router=Router(classes=("TopkRouter",)),
+    normalised="norm_topk_prob",
+    group_score="best_two",
+)
+"""DeepSeek-V3's kind: scores are sigmoids, experts are chosen in groups and with a correction."""
+
+SOFTMAX = ExpertFamily("SparseMoeBlock", "softmax", normalised="norm_topk_prob")
+"""Qwen3-MoE's kind: a softmax over all experts, of which the config may have the chosen ones' divided by their sum."""
+
+SOFTMAX_OF_CHOSEN = ExpertFamily("SparseMoeBlock", "softmax_of_chosen")
+"""Mixtral's kind: a softmax over the chosen experts."""

@@ -1,0 +1,164 @@
+"""Say what tells one family of decoders from another, beyond a model's config.
+
+Hugging Face writes each family's modules out in full, under the family's own prefix (``Qwen3Attention``,
+``Qwen3MLP``, ...). `Family` is what the bound forward needs to know of them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import transformers
+from packaging.version import Version
+
+from samebit.kernels.binding.epilogue import Epilogue
+from samebit.kernels.binding.families.delta_family import DeltaFamily
+from samebit.kernels.binding.families.expert_family import ExpertFamily
+from samebit.kernels.binding.families.latent_family import LatentFamily
+
+RELEASE = Version(transformers.__version__).release
+"""Holds the numbers of transformers' version."""
+
+RECURRENT_MASKS = RELEASE >= (5, 13)
+"""Tells that transformers has masks of recurrent layers, and renames Mamba and attention layers on reading."""
+_NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"} if RECURRENT_MASKS else {}
+
+
+class BindingError(ValueError):
+    """The model can not be bound exactly; the message names every reason."""
+
+
+@dataclass(frozen=True)
+class AttentionFamily:
+    """Describes the attention of one family, beyond what a module has as attributes: a config may hold what its family
+    does not read, as a window of Mistral's in a Llama that was made of one.
+
+    Attributes:
+        qk_norm: normalise queries and keys not at all, per head, or over all heads together.
+        qk_norm_switch: the config's key for whether they are normalised; empty where they always are.
+        sinks: the softmax has one more score a head, a parameter.
+        fused: one ``qkv_proj`` instead of three.
+        gated: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
+        rope_per_layer_type: separate rotary frequencies for local and global layers.
+        window_of_all: the mask of all layers has the config's window, of which the modules know nothing.
+        soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
+    """
+
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm_switch: str = ""
+    sinks: bool = False
+    fused: bool = False
+    gated: bool = False
+    rope_per_layer_type: bool = False
+    window_of_all: bool = False
+    soft_capped: bool = False
+
+
+@dataclass(frozen=True)
+class NormFamily:
+    """Describes the RMSNorm of one family: ``offset`` is added to its weight (Gemma stores weight - 1), and epsilon is
+    its attribute ``eps``."""
+
+    offset: float = 0.0
+    eps: str = "variance_epsilon"
+
+
+@dataclass(frozen=True)
+class MLPFamily:
+    """Describes the MLP of one family.
+
+    Attributes:
+        form: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
+        activation: the config's name for it.
+    """
+
+    form: Literal["separate", "fused", "input_linear", "plain"] = "separate"
+    activation: str = "hidden_act"
+
+
+@dataclass(frozen=True)
+class MambaFamily:
+    """Describes the Mamba2 layers of one family.
+
+    Attributes:
+        mixer: what follows the prefix in the class name of the mixer; empty for a family without.
+        gated_norms: class names of its norm, over the versions of transformers.
+        conv_bias: the config's key for whether the mixers' convolutions have a bias.
+        dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
+        drops_positions: the causal language model does not hand ``position_ids`` on.
+    """
+
+    mixer: str = ""
+    gated_norms: tuple[str, ...] = ()
+    conv_bias: str = ""
+    dt_floor: bool = False
+    drops_positions: bool = False
+
+
+@dataclass(frozen=True)
+class LayerFamily:
+    """Describes the layers of one family.
+
+    Attributes:
+        types: those that a layer may have; of names that transformers 5.13 changed on reading, the older ones.
+        required: a layer type without which Hugging Face can not run the family, if there is one.
+        pre_norm: they add attention or a mixer of a norm, then an MLP or experts of one: each is one call in a rollout.
+        masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
+    """
+
+    types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    required: str = ""
+    pre_norm: bool = False
+    masks_since: tuple[int, int] = (5, 13)
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Return the types that a layer may have, as configs of this version of transformers name them."""
+        return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.types))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes one Hugging Face decoder family.
+
+    Attributes:
+        prefix: of its class names.
+        epilogue: what its causal language model does to the logits of its head. Every family says it.
+        attention: its attention; of latents, `latent`.
+        norm: its RMSNorm.
+        mlp: its MLP.
+        experts: its blocks of routed experts; None for a family without.
+        layers: its layers.
+        mamba: its Mamba2 layers.
+        delta: its Gated DeltaNet layers; None for a family without.
+        latent: its attention over latents; None for a family with keys and values.
+        scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
+        wrapped: Hugging Face has its text model alone, and inside a ``...ForConditionalGeneration`` with vision too.
+    """
+
+    prefix: str
+    epilogue: Epilogue
+    attention: AttentionFamily = AttentionFamily()
+    norm: NormFamily = NormFamily()
+    mlp: MLPFamily = MLPFamily()
+    experts: ExpertFamily | None = None
+    layers: LayerFamily = LayerFamily()
+    mamba: MambaFamily = MambaFamily()
+    delta: DeltaFamily | None = None
+    latent: LatentFamily | None = None
+    scaled_embedding: str = ""
+    wrapped: bool = False
+
+    @property
+    def masks_by_layer(self) -> bool:
+        """Return whether its decoder takes masks by kinds of layers for recurrent ones, and drops a ready one there."""
+        return self.layers.masks_since <= RELEASE
+
+    @property
+    def model_classes(self) -> tuple[str, ...]:
+        """Return the class names of its causal language models."""
+        ends = ("ForCausalLM", "ForConditionalGeneration") if self.wrapped else ("ForCausalLM",)
+        return tuple(map(self.class_name, ends))
+
+    def class_name(self, part: str) -> str:
+        """Return Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
+        return self.prefix + part

@@ -1,0 +1,71 @@
+"""Name what a model has that is not exact, whatever its family."""
+
+from typing import Any
+
+from samebit.kernels.binding.families.family import Family, LayerFamily
+
+EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Lists the rotary scalings whose frequencies are fixed by the config alone."""
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_DROPOUTS = (
+    *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    *("dropout", "residual_dropout", "embedding_dropout"),
+)
+
+
+def inexact_features(family: Family | None, config: dict[str, Any], parameter_names: list[str]) -> list[str]:
+    """Return what a model has that is not exact, each with where it was seen; empty for a plain dense decoder.
+
+    Args:
+        family: of the model, if it is known.
+        config: the Hugging Face config as a dictionary.
+        parameter_names: of the model's state dict.
+    """
+    found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
+    if family is None or family.experts is None:
+        found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
+    if config.get("router_jitter_noise"):
+        noise = config["router_jitter_noise"]
+        found.append(f"random factors on the router's input (router_jitter_noise={noise}; exact: 0.0)")
+    if config.get("clip_qkv") is not None:
+        found.append(f"clamped queries, keys and values (clip_qkv={config['clip_qkv']}; exact: None)")
+    found += _layer_features(family, config) + _rope_features(config)
+    sinks = [name for name in parameter_names if name.endswith("sinks")]
+    if sinks and not (family is not None and family.attention.sinks):
+        found.append(f"attention sinks ({sinks[0]})")
+    if config.get("alibi") or config.get("position_embedding_type") == "alibi":
+        found.append("ALiBi position biases")
+    if config.get("kv_lora_rank") and (family is None or family.latent is None):
+        found.append(f"latent attention (kv_lora_rank={config['kv_lora_rank']})")
+    if config.get("use_bidirectional_attention"):
+        found.append("bidirectional attention (use_bidirectional_attention)")
+    if not config.get("is_causal", True):  # transformers' masks read it of every config
+        found.append(f"bidirectional attention (is_causal={config['is_causal']}; exact: True)")
+    if config.get("use_parallel_residual"):
+        found.append("parallel residual (use_parallel_residual)")
+    if config.get("qk_layernorm"):
+        found.append("per-head LayerNorm of queries and keys (qk_layernorm)")
+    if config.get("mamba_ssm_cache_dtype", "float32") != "float32":
+        found.append(f"a state that is not float32 (mamba_ssm_cache_dtype={config['mamba_ssm_cache_dtype']})")
+    if config.get("quantization_config"):
+        found.append("quantized weights (quantization_config)")
+    return found
+
+
+def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
+    """Name the layers that Hugging Face may take for attention although the config calls them something else."""
+    given = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
+    layers = LayerFamily() if family is None else family.layers
+    names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(layers.allowed)}"
+    found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*layers.allowed})]
+    if layers.required and layers.required not in given:
+        found.append(f"no layer of type {layers.required!r}, without which Hugging Face can not run it ({names})")
+    return found
+
+
+def _rope_features(config: dict[str, Any]) -> list[str]:
+    parameters = config.get("rope_parameters") or {}
+    sets = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
+    kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
+    return [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
