@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..campaign import CAMPAIGN
+from .relatives import RELATIVES
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOCAB = 1009
@@ -198,8 +199,10 @@ LATENTS = tuple(_LATENT)
 SPARSE = tuple(name for name, (family, _) in _SPARSE.items() if hasattr(transformers, f"{family}Config"))
 """Lists families with sparse attention over latents, of those that this transformers has."""
 
-FAMILIES = (*_OWN, *(LATENTS if CAMPAIGN else LATENTS[:1]))
-"""Lists families without states; all of those with latent attention under `make soak`, otherwise the first of them."""
+FAMILIES = (*_OWN, *((*LATENTS, *RELATIVES) if CAMPAIGN else LATENTS[:1]))
+"""Lists families without states; relatives of others only under `make soak`, and of those with latent attention
+otherwise the first.
+"""
 
 _FALCON = {
     **_MIXER,
@@ -421,7 +424,7 @@ def _config_class(family: str) -> type:
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = {**_OWN, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA}[name]
+    family, own = {**_OWN, **RELATIVES, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA}[name]
     fields = {**_COMMON, **own, **changes}
     if family == "Mamba2":
         fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}

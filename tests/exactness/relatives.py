@@ -1,0 +1,10 @@
+"""Describe small models of families that compute nothing that others do not: they differ in a line or two of
+`kernels/binding/families`.
+"""
+
+from typing import Any
+
+RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
+}
+"""Holds, by name, a family and what its config has beside what all have."""

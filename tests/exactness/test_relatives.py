@@ -1,0 +1,52 @@
+"""Families that differ from others in a line or two, and that `FAMILIES` leaves to `make soak`, are exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebit.kernels import bind
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples
+from .families import DTYPES, bound_model, make_model, paired, token_ids
+from .gradients import assert_near_the_oracle, hugging_face, relative_error
+from .layouts import LAYOUTS, alone, assert_same_bits
+from .relatives import RELATIVES
+
+SEQUENCES = token_ids(1, 2, 17, 70, 16)
+PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+NEAR = {torch.float32: 3e-7, torch.bfloat16: 0.02}
+
+
+@pytest.mark.parametrize(("family", "dtype"), paired(list(RELATIVES), DTYPES))
+def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch.dtype) -> None:
+    model = bound_model(family, dtype)
+    with torch.no_grad():
+        expected = alone(model, SEQUENCES)
+        assert_same_bits(LAYOUTS["left padded"](model, SEQUENCES), expected)
+        exact = hugging_face(make_model(family, dtype).double(), SEQUENCES)
+    assert relative_error(torch.cat(expected), torch.cat(exact)) < NEAR[dtype]
+    with RolloutWorker(model, config=RolloutConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=24)) as worker:
+        cold, warm = (worker.generate(SEQUENCES, PARAMS) for _ in range(2))
+        turn = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7] for out in warm[3:4]]
+        (next_turn,) = worker.generate(turn, PARAMS)
+    assert [out.num_cached_tokens for out in warm] == [0, 0, 16, 64, 15]
+    assert next_turn.num_cached_tokens == 80
+    assert_same_samples(warm, cold)
+    assert_matches_trainer(model, [*warm, next_turn], [PARAMS] * 6)
+
+
+@pytest.mark.parametrize("family", RELATIVES)
+def test_gradients_near_float64(family: str) -> None:
+    assert_near_the_oracle(family, torch.float32, SEQUENCES, (5e-7, 1e-5))
+
+
+@pytest.mark.parametrize(("family", "dtype"), paired(list(RELATIVES), DTYPES, shift=1))
+def test_a_folder_gives_the_samples_of_its_module(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = bind(make_model(family, dtype))
+    model.save_pretrained(tmp_path)
+    with RolloutWorker(tmp_path) as worker:
+        assert_matches_trainer(model, worker.generate(SEQUENCES, PARAMS), [PARAMS] * 5)
