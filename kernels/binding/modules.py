@@ -90,6 +90,7 @@ class AttentionFacts:
         adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
         sinks: it has a parameter of one more score a head.
         gated: ``q_proj`` gives each head's query and its gate.
+        rotated: queries and keys are, by the angles that reach the layer with its layout; a NoPE layer's are not.
     """
 
     kv_heads: int
@@ -101,6 +102,7 @@ class AttentionFacts:
     adapter: int = -1
     sinks: bool = False
     gated: bool = False
+    rotated: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,18 +326,20 @@ def attention_forward(
     """Compute self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing
     here."""
     facts: AttentionFacts = self.samebit
-    rotated, norms = isinstance(position_embeddings, RotaryTables), None
+    tables = position_embeddings if isinstance(position_embeddings, RotaryTables) else None
+    turns, norms = tables if facts.rotated else None, None
     q, gate, k, v = _queries_keys_values(self, facts, hidden_states)
     if facts.qk_norm == "head":
-        norms = _norms_of_heads(self) if rotated and facts.key_multiplier == 1.0 else None
+        norms = _norms_of_heads(self) if turns is not None and facts.key_multiplier == 1.0 else None
         if norms is None:
             q, k = self.q_norm(q), self.k_norm(k)
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     sinks = self.sinks.float() if facts.sinks else None
-    if isinstance(position_embeddings, RotaryTables):
-        out = attention_of_rotated(q, k, v, position_embeddings, facts.options, sinks, norms)
+    if turns is not None:
+        out = attention_of_rotated(q, k, v, turns, facts.options, sinks, norms)
     else:
-        out = attention(q, k, v, layout_of(attention_mask), facts.options, sinks)
+        layout = layout_of(attention_mask) if tables is None else tables.context
+        out = attention(q, k, v, layout, facts.options, sinks)
     out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
     return Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self.o_proj)), None
 

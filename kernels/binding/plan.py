@@ -285,6 +285,7 @@ class Plan:
             options=AttentionOptions(len(self.attentions), own["scaling"], self._window(own), cap or 0.0),
             key_multiplier=own.get("key_multiplier", 1.0),
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
+            rotated=bool(own.get(self.family.attention.rotation_switch, True)),
         )
         if facts.qk_norm == "full":
             self._check_norms(name, module, facts.head_dim)

@@ -6,5 +6,16 @@ from typing import Any
 
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
+    "SmolLM3": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 52,
+            "no_rope_layers": [1, 0, 0],
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
 }
 """Holds, by name, a family and what its config has beside what all have."""

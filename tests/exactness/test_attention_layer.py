@@ -20,7 +20,7 @@ PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
 ]
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3")
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert max(layers_in_one_call) > 16  # both kinds of matrix products
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    again = one_by_one(model, PROMPTS, PARAMS, "model.layers.0.mlp.up_proj", "model.layers.1.self_attn")
+    names = [f"model.layers.{n}.{'self_attn' if n else 'mlp.up_proj'}" for n in range(model.config.num_hidden_layers)]
+    again = one_by_one(model, PROMPTS, PARAMS, *names)
     assert not layers_in_one_call
     assert_same_samples(again, at_once)
 
@@ -72,10 +73,10 @@ def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
     assert layers_of_calls == [1] * (2 * PARAMS[0].max_tokens)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3"])
 def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
     """All layers of a step are one call where nobody listens, also those of attention and of Gated DeltaNet in one
-    model.
+    model, or of layers that rotate and that do not.
     """
     model = bound_model(family)
     at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])

@@ -34,4 +34,10 @@ DENSE = (
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
     Family("Olmo3", unchanged, attention=AttentionFamily("full")),
     Family("StableLm", unchanged),
+    Family(
+        "SmolLM3",
+        unchanged,
+        attention=AttentionFamily(rotation_switch="use_rope"),
+        layers=replace(_PRE_NORM, window_switch="use_sliding_window"),
+    ),
 )

@@ -41,6 +41,7 @@ class AttentionFamily:
         rope_per_layer_type: separate rotary frequencies for local and global layers.
         window_of_all: the mask of all layers has the config's window, of which the modules know nothing.
         soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
+        rotation_switch: a module's attribute for whether it rotates (a NoPE layer does not); empty where all do.
     """
 
     qk_norm: Literal["none", "head", "full"] = "none"
@@ -51,6 +52,7 @@ class AttentionFamily:
     rope_per_layer_type: bool = False
     window_of_all: bool = False
     soft_capped: bool = False
+    rotation_switch: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,15 @@ class LayerFamily:
         required: a layer type without which Hugging Face can not run the family, if there is one.
         pre_norm: they add attention or a mixer of a norm, then an MLP or experts of one: each is one call in a rollout.
         masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
+        window_switch: the config's key for whether the attention of a sliding layer has a window, which its mask always
+            has; empty where both agree.
     """
 
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
     required: str = ""
     pre_norm: bool = False
     masks_since: tuple[int, int] = (5, 13)
+    window_switch: str = ""
 
     @property
     def allowed(self) -> tuple[str, ...]:

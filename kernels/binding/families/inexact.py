@@ -61,6 +61,12 @@ def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*layers.allowed})]
     if layers.required and layers.required not in given:
         found.append(f"no layer of type {layers.required!r}, without which Hugging Face can not run it ({names})")
+    switch = layers.window_switch
+    if switch and "sliding_attention" in given and not config[switch]:
+        found.append(
+            f"layers of type 'sliding_attention' with {switch}={config[switch]}: of Hugging Face's ways to attend some "
+            f"have a window there and some have none; exact: {switch}=True, or layers of full attention"
+        )
     return found
 
 

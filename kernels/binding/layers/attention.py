@@ -110,6 +110,7 @@ def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionL
         weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if is_plain_mlp(of_mlp) else 0,
         gated,
         (pairs[0], pairs[1], pairs[2]),
+        of_attention.rotated,
     )
     return AttentionLayerFacts(options, adapters, head_norms=of_attention.qk_norm == "head")
 

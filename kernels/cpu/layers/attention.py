@@ -51,7 +51,8 @@ _FLOAT = np.float32(0)
 
 class Sizes(NamedTuple):
     """Holds the address of the layer's pages and their number, W, heads of queries and of keys, D, F (0 for another
-    MLP), whether queries have gates, and how many tokens a token sees (0 for all)."""
+    MLP), whether queries have gates, how many tokens a token sees (0 for all), and whether queries and keys are
+    rotated."""
 
     pages: int
     num_blocks: int
@@ -62,6 +63,7 @@ class Sizes(NamedTuple):
     inner: int
     gated: int
     window: int
+    rotated: int
 
 
 class Numbers(NamedTuple):
@@ -167,7 +169,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             )  # fmt: skip
         _rotate_and_write(
             threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
-            (rows, sizes.heads, sizes.kv_heads, dim, step.angles, step.block_size),
+            (rows, sizes.heads, sizes.kv_heads, dim, step.angles * sizes.rotated, step.block_size),
             (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
@@ -261,7 +263,8 @@ def _call(
     groups = tuple(map(terms_of, terms))
     numbers = (
         *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
-        options.gated, options.attention.window, *options.numbers, *chain.from_iterable(map(numbers_of, groups)),
+        options.gated, options.attention.window, options.rotated, *options.numbers,
+        *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
     room = _room_of(options, dtype.itemsize)
     return LayerCall(_kernels.at(groups, dtype), record(_LAYOUT, *numbers), room, not options.inner)

@@ -54,6 +54,7 @@ class AttentionLayerOptions:
         inner: width of the gated MLP; 0 for another one behind the call.
         gated: queries come with a gate each, whose sigmoid is multiplied onto what is attended to.
         norms: eps and offset of the norm before attention, of that before the MLP, and of those of the heads.
+        rotated: queries and keys are.
     """
 
     attention: AttentionOptions
@@ -64,6 +65,7 @@ class AttentionLayerOptions:
     inner: int
     gated: bool
     norms: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+    rotated: bool = True
 
     @cached_property
     def numbers(self) -> tuple[np.float32, ...]:
