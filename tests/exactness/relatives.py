@@ -6,6 +6,17 @@ from typing import Any
 
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
+    "SeedOss": (
+        "SeedOss",
+        {
+            "head_dim": 52,
+            "attention_bias": True,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+        },
+    ),
     "SmolLM3": (
         "SmolLM3",
         {

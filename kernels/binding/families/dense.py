@@ -34,6 +34,7 @@ DENSE = (
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
     Family("Olmo3", unchanged, attention=AttentionFamily("full")),
     Family("StableLm", unchanged),
+    Family("SeedOss", unchanged, layers=_PRE_NORM),
     Family(
         "SmolLM3",
         unchanged,
