@@ -6,6 +6,15 @@ from typing import Any
 
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
+    "Granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+    ),
     "SeedOss": (
         "SeedOss",
         {

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from samebit.kernels.binding.epilogue import soft_capped, unchanged
+from samebit.kernels.binding.epilogue import scaled_down, soft_capped, unchanged
 from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, MLPFamily, NormFamily
 
 _WINDOW = AttentionFamily(window_of_all=True)
@@ -34,6 +34,7 @@ DENSE = (
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
     Family("Olmo3", unchanged, attention=AttentionFamily("full")),
     Family("StableLm", unchanged),
+    Family("Granite", scaled_down),
     Family("SeedOss", unchanged, layers=_PRE_NORM),
     Family(
         "SmolLM3",
