@@ -15,6 +15,10 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
         },
     ),
+    "Ministral": (
+        "Ministral",
+        {"head_dim": 52, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "SeedOss": (
         "SeedOss",
         {

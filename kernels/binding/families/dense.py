@@ -14,6 +14,7 @@ DENSE = (
     Family("Qwen2", unchanged, layers=_PRE_NORM),
     Family("Qwen3", unchanged, attention=AttentionFamily("head"), layers=_PRE_NORM),
     Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM),
+    Family("Ministral", unchanged, layers=_PRE_NORM),
     Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
     Family(
         "Gemma2",
