@@ -34,7 +34,7 @@ from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
 from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.norm import layer_norm, rms_norm
-from samebit.kernels.ops.rope import RotaryTables, angles_of, rotary_tables
+from samebit.kernels.ops.rope import QueryFactors, RotaryTables, angles_of, rotary_tables, scale_queries
 
 KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
@@ -90,6 +90,7 @@ class AttentionFacts:
         adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
         sinks: it has a parameter of one more score a head.
         gated: ``q_proj`` gives each head's query and its gate.
+        scaled_queries: by the factors that come with the angles.
         rotated: queries and keys are, by the angles that reach the layer with its layout; a NoPE layer's are not.
     """
 
@@ -102,15 +103,18 @@ class AttentionFacts:
     adapter: int = -1
     sinks: bool = False
     gated: bool = False
+    scaled_queries: bool = False
     rotated: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryFacts:
-    """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one)."""
+    """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one), and
+    what queries are multiplied by."""
 
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
+    query_factors: QueryFactors | None = None
     _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
     _known: dict[str, Angles] = field(default_factory=dict)
 
@@ -279,13 +283,14 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
     context = installed_context()
     if context is None:
         raise ValueError("the rotary module of a bound model runs only inside the model's forward")
+    factors = None if facts.query_factors is None else facts.query_factors.at(context.positions)
     known = facts.known(context, layer_type)
     if known is not None:
         positions = context.positions.numpy()
         cos, sin = (torch.from_numpy(part.take(positions, axis=0)) for part in known)
-        return RotaryTables(cos, sin, context)
+        return RotaryTables(cos, sin, context, factors)
     frequencies = facts.on(context.positions.device, layer_type)
-    return rotary_tables(frequencies, facts.scaling[layer_type], context)
+    return rotary_tables(frequencies, facts.scaling[layer_type], context, factors)
 
 
 def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -333,6 +338,7 @@ def attention_forward(
         norms = _norms_of_heads(self) if turns is not None and facts.key_multiplier == 1.0 else None
         if norms is None:
             q, k = self.q_norm(q), self.k_norm(k)
+    q = scale_queries(q, tables) if facts.scaled_queries else q
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     sinks = self.sinks.float() if facts.sinks else None
     if turns is not None:

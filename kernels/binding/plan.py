@@ -31,6 +31,7 @@ from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward,
 from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.layout.states.memory import StateLayout
+from samebit.kernels.ops.rope import QueryFactors
 
 _CONTAINERS = (
     "ForCausalLM",
@@ -285,6 +286,7 @@ class Plan:
             options=AttentionOptions(len(self.attentions), own["scaling"], self._window(own), cap or 0.0),
             key_multiplier=own.get("key_multiplier", 1.0),
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
+            scaled_queries=self.family.attention.scaled_queries,
             rotated=bool(own.get(self.family.attention.rotation_switch, True)),
         )
         if facts.qk_norm == "full":
@@ -348,7 +350,8 @@ class Plan:
             self.rotated.append((inverse.numel(), part))
             frequencies[layer_type] = inverse.to(torch.float32)
             scaling[layer_type] = float(factor)
-        return bound.RotaryFacts(frequencies, scaling)
+        scaled = self.family.attention.scaled_queries
+        return bound.RotaryFacts(frequencies, scaling, QueryFactors.of(self.config.rope_parameters) if scaled else None)
 
     def _check_heads(self) -> None:
         """Check that each query head has its keys, and each rotated element its pair, in all layers.

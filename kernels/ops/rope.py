@@ -1,11 +1,14 @@
-"""Rotate queries and keys by their positions (Su et al. 2021, half-split layout), with autograd.
+"""Rotate queries and keys by their positions (Su et al. 2021, half-split layout), with autograd; scale queries by them.
 
 Contract: angles are float32 products of a position and a frequency computed from the model's config, never
 from a module's buffer (``.to(bfloat16)`` truncates those); the rotation runs in float32 and rounds once.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from samebit.kernels.layout import device
@@ -13,6 +16,9 @@ from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
+
+_MOST_POSITIONS = 1 << 24
+"""Float32 tells no more of them apart: angles of later ones would be those of others."""
 
 
 class RotaryTables:
@@ -26,11 +32,14 @@ class RotaryTables:
         cos: ``[T, R]`` float32, scaled by the model's attention scaling.
         sin: ``[T, R]`` float32.
         context: the layout of the T rows.
+        query_factors: ``[T]`` float32, what queries are multiplied by; None for nothing.
     """
 
-    __slots__ = ("context", "cos", "sin")
+    __slots__ = ("context", "cos", "query_factors", "sin")
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext) -> None:
+    def __init__(
+        self, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext, query_factors: torch.Tensor | None = None
+    ) -> None:
         if cos.dim() != 2 or len(cos) != context.num_rows:
             raise ValueError(f"cos has the shape {list(cos.shape)}; allowed: [{context.num_rows}, R]")
         check_shape("sin", sin, *cos.shape)
@@ -39,11 +48,55 @@ class RotaryTables:
         self.cos = cos
         self.sin = sin
         self.context = context
+        self.query_factors = query_factors
 
 
-def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:
+@dataclass(frozen=True, eq=False)
+class QueryFactors:
+    """Knows what queries are multiplied by: ``1 + beta log(1 + position // every)`` (Llama 4), in float32.
+
+    All factors are computed at once and looked up: so one of a position is the same number in every call, which torch
+    does not promise of logarithms of a call's positions.
+    """
+
+    beta: float
+    every: int
+    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rope_parameters: Mapping[str, Any]) -> "QueryFactors":
+        """Read them from a config."""
+        return cls(rope_parameters["llama_4_scaling_beta"], rope_parameters["original_max_position_embeddings"])
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return all factors on this device; moved once, because a CUDA graph can not record that."""
+        if device not in self._on:
+            factors = 1 + self.beta * np.log(np.arange(1.0, _MOST_POSITIONS // self.every + 2))
+            self._on[device] = torch.from_numpy(factors.astype(np.float32)).to(device)
+        return self._on[device]
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return those of positions ``[T]``."""
+        return self.on(positions.device)[positions // self.every]
+
+
+def scale_queries(q: torch.Tensor, tables: RotaryTables | None) -> torch.Tensor:
+    """Multiply all heads of a row of ``q``: ``[T, H, D]`` with the row's factor, in float32, and round once.
+
+    Raises:
+        ValueError: no tables, or without factors.
+    """
+    if tables is None or tables.query_factors is None:
+        raise ValueError("no factors on queries come with the angles; allowed: those of a family that scales queries")
+    return (q.float() * tables.query_factors[:, None, None]).to(q.dtype)
+
+
+def rotary_tables(
+    inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext,
+    query_factors: torch.Tensor | None = None,
+) -> RotaryTables:  # fmt: skip
     """Compute the angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32 on their device."""
-    return RotaryTables(*angles_of(context.positions, inverse_frequencies, scaling), context)
+    return RotaryTables(*angles_of(context.positions, inverse_frequencies, scaling), context, query_factors)
 
 
 def angles_of(

@@ -19,6 +19,24 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"head_dim": 52, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "Ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 52,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 20.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "SeedOss": (
         "SeedOss",
         {

@@ -56,12 +56,17 @@ def on_meta(name: str) -> PreTrainedModel:
 
 
 def moved(model: Any) -> Any:
-    """Move the bound model, its angles' frequencies too: those are sent once, before a graph is recorded."""
+    """Move the bound model, its angles' frequencies and queries' factors too: those are sent once, before a graph is
+    recorded.
+    """
     model = bind(model).to(META)
     for module in model.modules():
         facts = module.__dict__.get("samebit")
         for kind in getattr(facts, "frequencies", {}):
             facts.on(META, kind)
+        factors = getattr(facts, "query_factors", None)
+        if factors is not None:
+            factors.on(META)
     return model
 
 

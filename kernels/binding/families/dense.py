@@ -15,6 +15,7 @@ DENSE = (
     Family("Qwen3", unchanged, attention=AttentionFamily("head"), layers=_PRE_NORM),
     Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM),
     Family("Ministral", unchanged, layers=_PRE_NORM),
+    Family("Ministral3", unchanged, attention=replace(_WINDOW, scaled_queries=True), layers=_PRE_NORM),
     Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
     Family(
         "Gemma2",

@@ -41,6 +41,8 @@ class AttentionFamily:
         rope_per_layer_type: separate rotary frequencies for local and global layers.
         window_of_all: the mask of all layers has the config's window, of which the modules know nothing.
         soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
+        scaled_queries: queries are multiplied by ``1 + beta log(1 + position // n)``; beta and n are the
+            ``llama_4_scaling_beta`` and ``original_max_position_embeddings`` of the config's ``rope_parameters``.
         rotation_switch: a module's attribute for whether it rotates (a NoPE layer does not); empty where all do.
     """
 
@@ -52,6 +54,7 @@ class AttentionFamily:
     rope_per_layer_type: bool = False
     window_of_all: bool = False
     soft_capped: bool = False
+    scaled_queries: bool = False
     rotation_switch: str = ""
 
 

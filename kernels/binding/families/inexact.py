@@ -30,7 +30,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         found.append(f"random factors on the router's input (router_jitter_noise={noise}; exact: 0.0)")
     if config.get("clip_qkv") is not None:
         found.append(f"clamped queries, keys and values (clip_qkv={config['clip_qkv']}; exact: None)")
-    found += _layer_features(family, config) + _rope_features(config)
+    found += _layer_features(family, config) + _rope_features(family, config)
     sinks = [name for name in parameter_names if name.endswith("sinks")]
     if sinks and not (family is not None and family.attention.sinks):
         found.append(f"attention sinks ({sinks[0]})")
@@ -70,8 +70,16 @@ def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     return found
 
 
-def _rope_features(config: dict[str, Any]) -> list[str]:
+def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     parameters = config.get("rope_parameters") or {}
     sets = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
     kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
-    return [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
+    found = [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
+    if family is not None and family.attention.scaled_queries:
+        beta, every = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+        if not isinstance(beta, int | float) or not isinstance(every, int) or every < 1:
+            found.append(
+                f"queries scaled by position with llama_4_scaling_beta={beta} and original_max_position_embeddings="
+                f"{every} in rope_parameters (exact: a number, and an integer from 1 on)"
+            )
+    return found

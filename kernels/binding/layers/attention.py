@@ -116,5 +116,5 @@ def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionL
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
-    special = facts.fused or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
+    special = facts.fused or facts.sinks or facts.scaled_queries or facts.adapter >= 0 or facts.qk_norm == "full"
     return not special and facts.key_multiplier == 1.0

@@ -26,7 +26,9 @@ from .gpu import DEVICE
 WHOLE = CAMPAIGN or DEVICE == "cuda"
 long = pytest.mark.skipif(not WHOLE, reason="make soak: many steps in the interpreter")
 NAMES = (
-    ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", *KIMI) if WHOLE else ("NemotronH",)
+    ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", *KIMI)
+    if WHOLE
+    else ("NemotronH",)
 )
 SMALLER = {
     "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
