@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "dynamic rotary scaling",
     ),
     "longrope": (lambda: make_model("Phi3", rope_parameters=LONGROPE), "longrope rotary scaling"),
-    "dropout": (lambda: make_model("Qwen2", attention_dropout=0.1), r"attention_dropout=0\.1"),
+    "dropout": (lambda: make_model("Qwen2", attention_dropout=0.1), r"attention_dropout=0\.1; exact: 0\.0"),
     "float16": (lambda: make_model("Llama").half(), "torch.float16"),
     "float64": (lambda: make_model("Llama").double(), "torch.float64"),
     "activation": (lambda: make_model("Llama", hidden_act="relu"), "activation 'relu'"),

@@ -22,7 +22,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         config: the Hugging Face config as a dictionary.
         parameter_names: of the model's state dict.
     """
-    found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
+    found = [f"dropout ({name}={config[name]}; exact: 0.0)" for name in _DROPOUTS if config.get(name)]
     if family is None or family.experts is None:
         found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
     if config.get("router_jitter_noise"):
