@@ -34,7 +34,15 @@ from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
 from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.norm import layer_norm, rms_norm
-from samebit.kernels.ops.rope import QueryFactors, RotaryTables, angles_of, rotary_tables, scale_queries
+from samebit.kernels.ops.rope import (
+    QueryFactors,
+    RotaryTables,
+    angles_of,
+    heads_in_halves,
+    rotary_tables,
+    rotate,
+    scale_queries,
+)
 
 KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
@@ -92,6 +100,7 @@ class AttentionFacts:
         gated: ``q_proj`` gives each head's query and its gate.
         scaled_queries: by the factors that come with the angles.
         rotated: queries and keys are, by the angles that reach the layer with its layout; a NoPE layer's are not.
+        neighbours: elements of queries and keys that are rotated together stand side by side, not in halves.
     """
 
     kv_heads: int
@@ -105,6 +114,7 @@ class AttentionFacts:
     gated: bool = False
     scaled_queries: bool = False
     rotated: bool = True
+    neighbours: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,17 +345,22 @@ def attention_forward(
     turns, norms = tables if facts.rotated else None, None
     q, gate, k, v = _queries_keys_values(self, facts, hidden_states)
     if facts.qk_norm == "head":
-        norms = _norms_of_heads(self) if turns is not None and facts.key_multiplier == 1.0 else None
+        apart = turns is None or facts.neighbours or facts.key_multiplier != 1.0
+        norms = None if apart else _norms_of_heads(self)
         if norms is None:
             q, k = self.q_norm(q), self.k_norm(k)
     q = scale_queries(q, tables) if facts.scaled_queries else q
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     sinks = self.sinks.float() if facts.sinks else None
-    if turns is not None:
-        out = attention_of_rotated(q, k, v, turns, facts.options, sinks, norms)
-    else:
+    if turns is not None and facts.qk_norm == "rotated":
+        q, k, turns = self.query_layernorm(rotate(q, turns)), self.key_layernorm(rotate(k, turns)), None
+    if turns is None:
         layout = layout_of(attention_mask) if tables is None else tables.context
         out = attention(q, k, v, layout, facts.options, sinks)
+    else:
+        if facts.neighbours:
+            q, k = (heads_in_halves(part, turns.cos.shape[1]) for part in (q, k))
+        out = attention_of_rotated(q, k, v, turns, facts.options, sinks, norms)
     out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
     return Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self.o_proj)), None
 

@@ -17,7 +17,7 @@ from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
 from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
-from samebit.kernels.binding.families.family import BindingError, Family
+from samebit.kernels.binding.families.family import BindingError, Family, frequencies_by_alpha
 from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.layers.attention import facts_of
 from samebit.kernels.binding.layers.known import LayerFacts
@@ -287,7 +287,8 @@ class Plan:
             key_multiplier=own.get("key_multiplier", 1.0),
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
             scaled_queries=self.family.attention.scaled_queries,
-            rotated=bool(own.get(self.family.attention.rotation_switch, True)),
+            rotated=self._is_rotated(own),
+            neighbours=self.family.attention.rotation.neighbours,
         )
         if facts.qk_norm == "full":
             self._check_norms(name, module, facts.head_dim)
@@ -308,7 +309,7 @@ class Plan:
                     f"elements (head_dim) have {heads * head_dim}"
                 )
 
-    def _qk_norm(self) -> Literal["none", "head", "full"]:
+    def _qk_norm(self) -> Literal["none", "head", "full", "rotated"]:
         attention = self.family.attention
         switch = attention.qk_norm_switch
         return attention.qk_norm if not switch or self.facts[switch] else "none"
@@ -329,9 +330,17 @@ class Plan:
 
     def _window(self, attention: dict[str, Any]) -> int:
         """Return how many tokens an attention with these attributes looks back at, itself the last; 0 for all."""
+        if self.family.attention.rotation.windows_alone and not attention["is_sliding"]:
+            return 0
         of_all = self.facts["sliding_window"] if self.family.attention.window_of_all else None
         window: int | None = attention.get("sliding_window", of_all)
         return window or 0
+
+    def _is_rotated(self, attention: dict[str, Any]) -> bool:
+        """Return whether an attention with these attributes rotates its queries and keys."""
+        rotation = self.family.attention.rotation
+        windows_alone = rotation.windows_alone and attention["sliding_window"] is not None
+        return bool(attention["is_sliding"] if windows_alone else attention.get(rotation.switch, True))
 
     def _rotary(self, module: Any) -> bound.RotaryFacts:
         frequencies, scaling = {}, {}
@@ -340,6 +349,7 @@ class Plan:
             parameters = parameters[layer_type] if layer_type else parameters
             kind = parameters["rope_type"]
             compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            compute = frequencies_by_alpha if kind == "dynamic" else compute  # no other dynamic one is exact
             arguments = {"layer_type": layer_type} if layer_type else {}
             part = parameters.get("partial_rotary_factor", self.facts.get("partial_rotary_factor"))
             part = 1.0 if part is None else part

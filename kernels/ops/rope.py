@@ -127,6 +127,16 @@ def in_halves(x: torch.Tensor) -> torch.Tensor:
     return halves
 
 
+def heads_in_halves(x: torch.Tensor, angles: int) -> torch.Tensor:
+    """Put the first elements of every head of ``x`` ``[T, H, D]``, neighbours that are rotated together by as many
+    ``angles``, that far apart, as `rotate` takes them; the others stay where they are.
+
+    Scores of queries and keys that both lie so are those of neighbours, but for the order in which they are summed.
+    """
+    turned = in_halves(x[..., : 2 * angles])
+    return turned if x.shape[-1] == 2 * angles else torch.cat([turned, x[..., 2 * angles :]], dim=-1)
+
+
 def join_rotated(x: torch.Tensor, y: torch.Tensor, tables: RotaryTables, neighbours: bool) -> torch.Tensor:
     """Return ``[T, H, W + 2 R]``: ``x`` ``[T, H, W]``, and behind it ``y`` ``[T, H, 2 R]``, rotated as halves.
 

@@ -59,5 +59,22 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 20,
         },
     ),
+    "Gemma": ("Gemma", {"head_dim": 50}),
+    "Arcee": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
+    "Exaone4": (
+        "Exaone4",
+        {"head_dim": 52, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "HunYuanDenseV1": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 50,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "Glm": ("Glm", {"head_dim": 52}),
+    "Glm4": ("Glm4", {"head_dim": 52, "tie_word_embeddings": True}),
+    "Ernie4_5": ("Ernie4_5", {"head_dim": 50, "use_bias": True}),
 }
 """Holds, by name, a family and what its config has beside what all have."""

@@ -20,7 +20,7 @@ PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
 ]
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3")
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma")
 
 
 @pytest.fixture

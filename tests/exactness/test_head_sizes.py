@@ -17,7 +17,7 @@ IDS = torch.arange(7)[None] + 3
 WHOLE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 ROTATED = {
     "Llama": {}, "Qwen2": {}, "Qwen3": {}, "Mistral": {}, "Phi3": {}, "Gemma2": {}, "Gemma3": {}, "Olmo2": {},
-    "StableLm": {"partial_rotary_factor": 1.0},
+    "StableLm": {"partial_rotary_factor": 1.0}, "Glm4": {"partial_rotary_factor": 1.0},
     "Bamba": {"attn_layer_indices": [0], "rope_parameters": WHOLE},
     "FalconH1": {"mamba_d_ssm": 16},
     "GraniteMoeHybrid": {
@@ -28,7 +28,7 @@ ROTATED = {
 """Lists families that rotate, with what their smallest model needs."""
 
 MIXER = {"mamba_n_heads": 4, "mamba_d_head": 4, "mamba_n_groups": 2, "mamba_d_state": 4, "mamba_expand": 1}
-PARTS = ("Phi3", "StableLm")
+PARTS = ("Phi3", "StableLm", "Glm4")
 """Lists families that rotate a part of each head."""
 
 

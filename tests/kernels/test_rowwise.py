@@ -12,7 +12,7 @@ from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
-from samebit.kernels.ops.rope import angles_of, in_halves, join_rotated, rotary_tables, rotate
+from samebit.kernels.ops.rope import angles_of, heads_in_halves, in_halves, join_rotated, rotary_tables, rotate
 
 from . import reference
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
@@ -204,6 +204,17 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
             with threads(number):
                 part = rotate(x[first : first + count], rotary_tables(frequencies, 1.25, layout))
             assert torch.equal(part, out[first : first + count])
+
+
+@pytest.mark.parametrize(("size", "angles"), [(10, 5), (52, 13), (33, 1)])
+def test_neighbours_turn_as_complex_numbers_and_lie_in_halves_then(size: int, angles: int) -> None:
+    torch.manual_seed(size)
+    x = torch.randn(70, 3, size)
+    tables = rotary_tables(100.0 ** -torch.arange(angles), 1.25, training_context((1, 70), None, None))
+    pairs = torch.view_as_complex(x[..., : 2 * angles].double().reshape(70, 3, angles, 2))
+    turned = pairs * torch.complex(tables.cos.double(), tables.sin.double())[:, None]
+    expected = torch.cat([turned.real, turned.imag, x[..., 2 * angles :]], dim=-1)
+    assert_near(rotate(heads_in_halves(x, angles), tables), expected, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,11 +3,19 @@
 from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import scaled_down, soft_capped, unchanged
-from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, MLPFamily, NormFamily
+from samebit.kernels.binding.families.family import (
+    AttentionFamily,
+    Family,
+    LayerFamily,
+    MLPFamily,
+    NormFamily,
+    RotationFamily,
+)
 
 _WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
+_NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 
 DENSE = (
     Family("Llama", unchanged, layers=_PRE_NORM),
@@ -17,6 +25,7 @@ DENSE = (
     Family("Ministral", unchanged, layers=_PRE_NORM),
     Family("Ministral3", unchanged, attention=replace(_WINDOW, scaled_queries=True), layers=_PRE_NORM),
     Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
+    Family("Gemma", unchanged, norm=_GEMMA_NORM, scaled_embedding="GemmaTextScaledWordEmbedding", layers=_PRE_NORM),
     Family(
         "Gemma2",
         soft_capped,
@@ -41,7 +50,13 @@ DENSE = (
     Family(
         "SmolLM3",
         unchanged,
-        attention=AttentionFamily(rotation_switch="use_rope"),
+        attention=AttentionFamily(rotation=RotationFamily(switch="use_rope")),
         layers=replace(_PRE_NORM, window_switch="use_sliding_window"),
     ),
+    Family("Arcee", unchanged, mlp=MLPFamily("plain"), layers=_PRE_NORM),
+    Family("Exaone4", unchanged, attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True))),
+    Family("HunYuanDenseV1", unchanged, attention=AttentionFamily("rotated", rotation=RotationFamily(by_alpha=True))),
+    Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=_PRE_NORM),
+    Family("Glm4", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused")),
+    Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=_PRE_NORM),
 )

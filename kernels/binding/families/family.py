@@ -5,8 +5,9 @@ Hugging Face writes each family's modules out in full, under the family's own pr
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import transformers
 from packaging.version import Version
 
@@ -28,12 +29,42 @@ class BindingError(ValueError):
 
 
 @dataclass(frozen=True)
+class RotationFamily:
+    """Describes how one family's attention rotates queries and keys.
+
+    Attributes:
+        neighbours: elements that are rotated together stand side by side, not a half apart.
+        switch: a module's attribute for whether it rotates (a NoPE layer does not); empty where all do.
+        windows_alone: where the config has a window, only the layers that have it are rotated; their modules say so by
+            ``is_sliding``, and hold the window either way.
+        by_alpha: a scaling called ``dynamic`` that has an ``alpha`` is another: the alpha alone fixes the frequencies.
+    """
+
+    neighbours: bool = False
+    switch: str = ""
+    windows_alone: bool = False
+    by_alpha: bool = False
+
+    def is_fixed_by_alpha(self, parameters: dict[str, Any]) -> bool:
+        """Return whether these parameters of a rotary embedding have such an alpha."""
+        return self.by_alpha and parameters.get("rope_type") == "dynamic" and bool(parameters.get("alpha"))
+
+
+def frequencies_by_alpha(config: Any) -> tuple[torch.Tensor, float]:
+    """Return the inverse frequencies ``[R]`` that an alpha fixes, and the scaling, as Hugging Face's classes do."""
+    size, parameters = config.head_dim, config.rope_parameters
+    base = parameters["rope_theta"] * parameters["alpha"] ** (size / (size - 2))
+    return 1.0 / (base ** (torch.arange(0, size, 2, device="cpu").float() / size)), 1.0
+
+
+@dataclass(frozen=True)
 class AttentionFamily:
     """Describes the attention of one family, beyond what a module has as attributes: a config may hold what its family
     does not read, as a window of Mistral's in a Llama that was made of one.
 
     Attributes:
-        qk_norm: normalise queries and keys not at all, per head, or over all heads together.
+        qk_norm: normalise queries and keys not at all, per head, over all heads together, or per head once they are
+            rotated, by ``query_layernorm`` and ``key_layernorm``.
         qk_norm_switch: the config's key for whether they are normalised; empty where they always are.
         sinks: the softmax has one more score a head, a parameter.
         fused: one ``qkv_proj`` instead of three.
@@ -43,10 +74,10 @@ class AttentionFamily:
         soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
         scaled_queries: queries are multiplied by ``1 + beta log(1 + position // n)``; beta and n are the
             ``llama_4_scaling_beta`` and ``original_max_position_embeddings`` of the config's ``rope_parameters``.
-        rotation_switch: a module's attribute for whether it rotates (a NoPE layer does not); empty where all do.
+        rotation: of its queries and keys.
     """
 
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: Literal["none", "head", "full", "rotated"] = "none"
     qk_norm_switch: str = ""
     sinks: bool = False
     fused: bool = False
@@ -55,7 +86,7 @@ class AttentionFamily:
     window_of_all: bool = False
     soft_capped: bool = False
     scaled_queries: bool = False
-    rotation_switch: str = ""
+    rotation: RotationFamily = RotationFamily()
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
 def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     parameters = config.get("rope_parameters") or {}
     sets = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
+    if family is not None and family.attention.rotation.is_fixed_by_alpha(parameters):
+        sets = []
     kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
     found = [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
     if family is not None and family.attention.scaled_queries:

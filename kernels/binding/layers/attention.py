@@ -110,11 +110,12 @@ def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionL
         weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if is_plain_mlp(of_mlp) else 0,
         gated,
         (pairs[0], pairs[1], pairs[2]),
-        of_attention.rotated,
+        rotated=of_attention.rotated,
+        neighbours=of_attention.neighbours,
     )
     return AttentionLayerFacts(options, adapters, head_norms=of_attention.qk_norm == "head")
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
-    special = facts.fused or facts.sinks or facts.scaled_queries or facts.adapter >= 0 or facts.qk_norm == "full"
-    return not special and facts.key_multiplier == 1.0
+    special = facts.fused or facts.sinks or facts.scaled_queries or facts.adapter >= 0
+    return not special and facts.qk_norm not in ("full", "rotated") and facts.key_multiplier == 1.0

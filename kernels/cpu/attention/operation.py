@@ -64,7 +64,7 @@ def attention_of_unrotated(
     rotated = torch.empty_like(q)
     write_pages.rotate_and_write(
         q.numel() + _SCATTER * k.numel(), tuple(part.data_ptr() for part in (q, k, v, cos, sin, pages, rotated)),
-        (*q.shape[:2], *k.shape[1:], cos.size(1), context.block_size), _weights(norms, q.dtype),
+        (*q.shape[:2], *k.shape[1:], cos.size(1), context.block_size, 0), _weights(norms, q.dtype),
         *context.blocks_and_offsets, kind_of(q.dtype),
     )  # fmt: skip
     return _attend(rotated, pages, context, options, sinks, None), ((), (), ())

@@ -13,7 +13,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
 from samebit.kernels.cpu.norm.forward import rms_norm_row
-from samebit.kernels.cpu.rope import rotate_head
+from samebit.kernels.cpu.rope import rotate_head, rotate_to_halves
 from samebit.kernels.layout.grids import LANES
 
 _FORWARD = np.float32(1.0)
@@ -62,7 +62,8 @@ def _rotate_and_write(
     Args:
         threads: take shares of the rows.
         tensors: addresses of q, k, v, cos, sin, pages and out.
-        sizes: T, heads of queries and of keys, D, angles, B.
+        sizes: T, heads of queries and of keys, D, angles, B; and whether elements that are rotated together stand side
+            by side, which lie in halves then.
         norms: addresses of the weights that queries and keys are normalised with (0 for none), a number of their type
             behind each; offset and eps.
         block_of_row: where each row's key and value go, with ``offset_of_row``.
@@ -80,7 +81,7 @@ def _rotate_and_write(
 def _rotate_and_write_part(
     part: int, parts: int, tensors: Any, sizes: Any, norms: Any, block_of_row: Any, offset_of_row: Any, kind: Any
 ) -> None:
-    rows, heads, kv_heads, head_dim, half, block_size = sizes
+    rows, heads, kv_heads, head_dim, half, block_size, neighbours = sizes
     queries_at, kind_of_queries, keys_at, kind_of_keys, offset, eps = norms
     of_queries = elements(queries_at, head_dim if queries_at else 0, kind_of_queries)
     of_keys = elements(keys_at, head_dim if keys_at else 0, kind_of_keys)
@@ -93,20 +94,36 @@ def _rotate_and_write_part(
         _fetch_column(block_of_row[after] * kv_heads, kv_heads, head_dim, offset_of_row[after], block_size, pages)
         along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
         for at in range(row * heads * head_dim, (row + 1) * heads * head_dim, head_dim):
-            _turn(q[at : at + head_dim], of_queries, offset, eps, along, across, normed, lanes, out[at : at + head_dim])
+            _turn(
+                q[at : at + head_dim], of_queries, offset, eps, neighbours, along, across, normed, lanes,
+                out[at : at + head_dim],
+            )  # fmt: skip
         for head in range(kv_heads):
             at = (row * kv_heads + head) * head_dim
-            _turn(k[at : at + head_dim], of_keys, offset, eps, along, across, normed, lanes, key)
+            _turn(k[at : at + head_dim], of_keys, offset, eps, neighbours, along, across, normed, lanes, key)
             page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
             _put(key, v[at : at + head_dim], page, offset_of_row[row], block_size, pages)
 
 
 @inlined_part
-def _turn(x: Any, weight: Any, offset: Any, eps: Any, cos: Any, sin: Any, normed: Any, lanes: Any, out: Any) -> None:
+def _turn(
+    x: Any, weight: Any, offset: Any, eps: Any, neighbours: Any, cos: Any, sin: Any, normed: Any, lanes: Any, out: Any
+) -> None:
     """Rotate a head, and normalise it before where there is a weight."""
     if len(weight) > 0:
         rms_norm_row(x, weight, offset, eps, lanes, normed)
-        rotate_head(normed, cos, sin, _FORWARD, out)
+        _rotate(normed, neighbours, cos, sin, out)
+    else:
+        _rotate(x, neighbours, cos, sin, out)
+
+
+@inlined_part
+def _rotate(x: Any, neighbours: Any, cos: Any, sin: Any, out: Any) -> None:
+    """Rotate a head; with ``neighbours``, elements 2 i and 2 i + 1, which lie in halves then."""
+    if neighbours > 0:
+        rotate_to_halves(x, 0, True, cos, sin, out, 0)
+        for i in range(2 * len(cos), len(x)):
+            out[i] = x[i]
     else:
         rotate_head(x, cos, sin, _FORWARD, out)
 

@@ -51,8 +51,8 @@ _FLOAT = np.float32(0)
 
 class Sizes(NamedTuple):
     """Holds the address of the layer's pages and their number, W, heads of queries and of keys, D, F (0 for another
-    MLP), whether queries have gates, how many tokens a token sees (0 for all), and whether queries and keys are
-    rotated."""
+    MLP), whether queries have gates, how many tokens a token sees (0 for all), whether queries and keys are
+    rotated, and whether elements that are rotated together stand side by side."""
 
     pages: int
     num_blocks: int
@@ -64,6 +64,7 @@ class Sizes(NamedTuple):
     gated: int
     window: int
     rotated: int
+    neighbours: int
 
 
 class Numbers(NamedTuple):
@@ -169,7 +170,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             )  # fmt: skip
         _rotate_and_write(
             threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
-            (rows, sizes.heads, sizes.kv_heads, dim, step.angles * sizes.rotated, step.block_size),
+            (rows, sizes.heads, sizes.kv_heads, dim, step.angles * sizes.rotated, step.block_size, sizes.neighbours),
             (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
@@ -263,7 +264,7 @@ def _call(
     groups = tuple(map(terms_of, terms))
     numbers = (
         *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
-        options.gated, options.attention.window, options.rotated, *options.numbers,
+        options.gated, options.attention.window, options.rotated, options.neighbours, *options.numbers,
         *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
     room = _room_of(options, dtype.itemsize)

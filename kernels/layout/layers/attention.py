@@ -55,6 +55,7 @@ class AttentionLayerOptions:
         gated: queries come with a gate each, whose sigmoid is multiplied onto what is attended to.
         norms: eps and offset of the norm before attention, of that before the MLP, and of those of the heads.
         rotated: queries and keys are.
+        neighbours: elements of queries and keys that are rotated together stand side by side, not in halves.
     """
 
     attention: AttentionOptions
@@ -66,6 +67,7 @@ class AttentionLayerOptions:
     gated: bool
     norms: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
     rotated: bool = True
+    neighbours: bool = False
 
     @cached_property
     def numbers(self) -> tuple[np.float32, ...]:

@@ -26,7 +26,7 @@ from .gpu import DEVICE
 WHOLE = CAMPAIGN or DEVICE == "cuda"
 long = pytest.mark.skipif(not WHOLE, reason="make soak: many steps in the interpreter")
 NAMES = (
-    ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", *KIMI)
+    ("Gemma3", "Glm4", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", *KIMI)
     if WHOLE
     else ("NemotronH",)
 )

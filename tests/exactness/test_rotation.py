@@ -1,0 +1,57 @@
+"""What is rotated, and in which pairs, is what Hugging Face's class of the family rotates."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from samebit.kernels import BindingError, bind
+from samebit.kernels.binding.modules import AttentionFacts
+
+from .families import make_model, token_ids
+from .gradients import hugging_face, relative_error
+from .layouts import alone
+
+SEQUENCES = token_ids(2, 17, 70)
+
+
+def assert_near_hugging_face(family: str, **changes: Any) -> list[AttentionFacts]:
+    """Check the log-probabilities, and return the facts of the layers' attention."""
+    model = bind(make_model(family, **changes))
+    with torch.no_grad():
+        expected = hugging_face(make_model(family, **changes).double(), SEQUENCES)
+        assert relative_error(torch.cat(alone(model, SEQUENCES)), torch.cat(expected)) < 3e-7
+    facts = [vars(module).get("samebit") for module in model.modules()]
+    return [found for found in facts if isinstance(found, AttentionFacts)]
+
+
+@pytest.mark.parametrize(("window", "sliding"), [(20, (True, False)), (20, (False, False)), (None, (False, False))])
+def test_exaone_rotates_layers_with_a_window_or_all_where_the_config_has_none(
+    window: int | None, sliding: tuple[bool, ...]
+) -> None:
+    kinds = ["sliding_attention" if local else "full_attention" for local in sliding]
+    facts = assert_near_hugging_face("Exaone4", sliding_window=window, layer_types=kinds)
+    assert [layer.rotated for layer in facts] == [window is None or local for local in sliding]
+    assert [layer.options.window for layer in facts] == [20 if local else 0 for local in sliding]
+
+
+@pytest.mark.parametrize("part", [0.25, 1.0])
+def test_glm_rotates_neighbours_in_the_first_part_of_a_head(part: float) -> None:
+    facts = assert_near_hugging_face("Glm4", head_dim=56, partial_rotary_factor=part)
+    assert all(layer.neighbours for layer in facts)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_hunyuan_without_an_alpha_rotates_as_its_config_says(rope: dict[str, Any]) -> None:
+    facts = assert_near_hugging_face("HunYuanDenseV1", rope_parameters={"rope_theta": 10000.0, **rope})
+    assert all(layer.qk_norm == "rotated" for layer in facts)
+
+
+@pytest.mark.parametrize(("family", "alpha"), [("HunYuanDenseV1", 0.0), ("HunYuanDenseV1", None), ("Llama", 50.0)])
+def test_a_dynamic_scaling_is_refused_without_an_alpha_and_of_classes_that_read_none(
+    family: str, alpha: float | None
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "alpha": alpha}
+    model = make_model(family, rope_parameters={key: value for key, value in rope.items() if value is not None})
+    with pytest.raises(BindingError, match="dynamic rotary scaling"):
+        bind(model)
