@@ -334,6 +334,8 @@ class Plan:
             return 0
         of_all = self.facts["sliding_window"] if self.family.attention.window_of_all else None
         window: int | None = attention.get("sliding_window", of_all)
+        if window == 0:  # Qwen2-MoE's, of a config with such layers and without use_sliding_window
+            raise BindingError(f"{self.family.prefix}: sliding_window=0, where nothing is seen; allowed: None, above 0")
         return window or 0
 
     def _is_rotated(self, attention: dict[str, Any]) -> bool:

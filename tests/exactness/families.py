@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..campaign import CAMPAIGN
-from .relatives import RELATIVES
+from .relatives import MIXTURES, RELATIVES
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOCAB = 1009
@@ -400,11 +400,11 @@ EXPERTS = (
     "GptOss",
     "NemotronH, experts",
     "GraniteMoeHybrid, experts",
-    *(LATENTS if CAMPAIGN else LATENTS[:1]),
+    *((*LATENTS, *MIXTURES) if CAMPAIGN else LATENTS[:1]),
 )
 """Lists families with routed experts."""
 
-WITH_EXPERTS = (*EXPERTS, *LATENTS, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
+WITH_EXPERTS = (*EXPERTS, *LATENTS, *MIXTURES, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
 
 _VISION = {
     "depth": 1,

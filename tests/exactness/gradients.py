@@ -13,7 +13,7 @@ from samebit.kernels.binding.experts.routes import RouteList, use_notes
 from .families import make_model
 from .layouts import LAYOUTS, Scores
 
-FOLLOWED = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss", "Qwen3Next", "Qwen3_5Moe")
+FOLLOWED = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss", "Qwen2Moe", "Qwen3Next", "Qwen3_5Moe")
 """Lists families whose oracle can be given the experts that the model chose; then their gradients are as near as
 others'.
 """

@@ -6,12 +6,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from ..campaign import CAMPAIGN
 from .families import make_model
+from .relatives import MIXTURES
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "in_proj", "gate_proj", "up_proj", "down_proj"]
 """Names layers that some family has: the mixer's, the attention's, those of MLPs and of shared experts."""
 
-AROUND_EXPERTS = ("Qwen3Moe", "GptOss", "Qwen3Next", "DeepseekV3", "Glm4MoeLite")
+AROUND_EXPERTS = (
+    *("Qwen3Moe", "GptOss", "Qwen3Next", "DeepseekV3", "Glm4MoeLite"),
+    *(MIXTURES if CAMPAIGN else ()),
+)
 """Lists families whose MLPs' names are also those of their experts, which peft takes as parameters."""
 
 FAMILIES = (

@@ -4,6 +4,67 @@
 
 from typing import Any
 
+_GROUPS = {
+    "n_routed_experts": 15,
+    "num_experts_per_tok": 4,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 50,
+}
+_GRANITE = {
+    "intermediate_size": 100,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2Moe": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "num_experts": 15,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 50,
+            "shared_expert_intermediate_size": 60,
+        },
+    ),
+    "MiniMaxM2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 52,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "num_local_experts": 15,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 50,
+        },
+    ),
+    "GraniteMoe": ("GraniteMoe", {**_GRANITE, "attention_bias": True}),
+    "GraniteMoeShared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 60}),
+    "Dots1": (
+        "Dots1",
+        {
+            **_GROUPS,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "SolarOpen": ("SolarOpen", {**_GROUPS, "head_dim": 50, "attention_bias": True}),
+}
+"""Holds those with routed experts."""
+
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     "Granite": (
@@ -76,5 +137,6 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm": ("Glm", {"head_dim": 52}),
     "Glm4": ("Glm4", {"head_dim": 52, "tie_word_embeddings": True}),
     "Ernie4_5": ("Ernie4_5", {"head_dim": 50, "use_bias": True}),
+    **MIXTURES,
 }
 """Holds, by name, a family and what its config has beside what all have."""

@@ -114,8 +114,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "OPT": (of_family("OPT", **TINY), "OPT.*no known family; dropout"),
     "experts": (
-        of_family("Qwen2Moe", **TINY, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1),
-        r"Qwen2Moe.*no known family; routed experts \(num_experts=2\)",
+        of_family("Phimoe", **TINY, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1),
+        r"Phimoe.*no known family; routed experts \(num_local_experts=2\)",
     ),
     "Bloom": (of_family("Bloom", vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "Bloom.*no known family"),
     "MPT": (of_family("Mpt", vocab_size=50, d_model=16, n_layers=1, n_heads=2), "Mpt.*no known family"),
@@ -237,6 +237,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "the norm of a Gated DeltaNet layer": (
         lambda: with_attribute("OlmoHybrid", "model.layers.0.linear_attn", o_norm=nn.RMSNorm(100)),
         r"linear_attn\.o_norm is a RMSNorm",
+    ),
+    "windows of no token": (
+        lambda: make_model("Qwen2Moe", use_sliding_window=False, layer_types=["sliding_attention"] * 3),
+        r"Qwen2Moe: sliding_window=0, where nothing is seen; allowed: None, above 0",
     ),
     "sliding windows beside Gated DeltaNet": (
         lambda: make_model("Qwen3_5", layer_types=["linear_attention", "sliding_attention", "full_attention"]),

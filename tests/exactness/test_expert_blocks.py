@@ -35,6 +35,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sigmoid, one group": ("DeepseekV3", "MoE", {"n_group": 1, "topk_group": 1}),
     "softmax, greedy": ("DeepseekV2", "Moe", {"topk_method": "greedy"}),
     "softmax, groups": ("DeepseekV2", "Moe", {"topk_method": "group_limited_greedy"}),
+    "sigmoid, the block's correction": (
+        "MiniMaxM2",
+        "SparseMoeBlock",
+        {"num_local_experts": 15, "intermediate_size": 36},
+    ),
     "of a family that is bound as a whole": ("Glm4Moe", "MoE", {}),
 }
 KNOWN = {family.prefix: family for family in FAMILIES.values()}
@@ -49,6 +54,7 @@ def make_block(case: str, dtype: torch.dtype) -> Any:
     block = getattr(
         import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}"), prefix + name
     )(config)
+    block.config = config  # which some have already
     block.num_experts = config.n_routed_experts  # transformers 5.10's DeepSeek-V2 reads it and does not set it
     with torch.no_grad():
         for tensor in (*block.parameters(), *block.buffers()):

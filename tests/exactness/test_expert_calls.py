@@ -11,6 +11,7 @@ from samebit.kernels.binding.layers.known import KnownCall
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
+from ..campaign import CAMPAIGN
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, paired, token_ids
 from .listening import listening, one_by_one
@@ -21,7 +22,14 @@ PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
 ]
-FAMILIES = ("Qwen3Moe", "Mixtral", "Glm4Moe", "Qwen3Next", "DeepseekV2")
+FAMILIES = (
+    "Qwen3Moe",
+    "Mixtral",
+    "Glm4Moe",
+    "Qwen3Next",
+    "DeepseekV2",
+    *(("Qwen2Moe", "Dots1", "SolarOpen") if CAMPAIGN else ()),
+)
 SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"
 
 

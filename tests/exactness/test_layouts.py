@@ -71,11 +71,14 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_in_bfloat16_equals_moved_there(family: str, tmp_path: Path) -> None:
+def test_loaded_in_bfloat16_equals_moved_there(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is loaded in bfloat16 equals one that is moved there, though `.to(bfloat16)` also truncates rotary
     frequencies and embedding scales.
     """
-    make_model(family).save_pretrained(tmp_path)
+    model = make_model(family)
+    if family == "MiniMaxM2":  # whose class would round its corrections
+        monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", ["e_score_correction_bias"])
+    model.save_pretrained(tmp_path)
     loaded = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
     with torch.no_grad():
         assert_same_bits(alone(loaded, SEQUENCES), alone(bound_model(family, torch.bfloat16), SEQUENCES))

@@ -85,7 +85,7 @@ def test_gradients_agree_with_those_of_the_models_own_logits(name: str, dtype: t
 def test_a_family_must_say_its_epilogue() -> None:
     with pytest.raises(TypeError, match="epilogue"):
         Family("Another")  # type: ignore[call-arg]
-    assert len(BOUND) == 32
+    assert len(BOUND) >= 32
 
 
 def all_logits_are_made(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> bool:

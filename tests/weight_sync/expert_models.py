@@ -28,9 +28,13 @@ _MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 6, "mamba_n_groups": 1, "mamba_d_s
 
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 5, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+    "Qwen2Moe": {"num_experts": 5, "shared_expert_intermediate_size": 13},
     "Mixtral": {"num_local_experts": 5},
+    "MiniMaxM2": {"num_local_experts": 5},
     "Olmoe": {"num_experts": 5},
     "Glm4Moe": _GROUPED,
+    "Dots1": _GROUPED,
+    "SolarOpen": _GROUPED,
     "DeepseekV3": {**_GROUPED, **_LATENT, "head_dim": 4},
     "DeepseekV2": {**_GROUPED, **_LATENT, "head_dim": 4, "topk_method": "greedy"},
     "Glm4MoeLite": {**_GROUPED, **_LATENT, "head_dim": 4},
@@ -52,11 +56,16 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"],
         **_MAMBA,
     },
+    "GraniteMoe": {"num_local_experts": 5},
+    "GraniteMoeShared": {"num_local_experts": 5, "shared_intermediate_size": 15},
     "GptOss": {"num_local_experts": 5, "head_dim": 6, "layer_types": ["sliding_attention", "full_attention"]},
 }
 """Holds what each family's config adds to the common sizes, by the prefix of its classes."""
 
-IN_PARTS = ("Qwen3Moe", "Mixtral", "Olmoe", "Glm4Moe", "DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH")
+IN_PARTS = (
+    *("Qwen3Moe", "Qwen2Moe", "Mixtral", "MiniMaxM2", "Olmoe", "Glm4Moe", "Dots1", "SolarOpen"),
+    *("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH"),
+)
 """Lists the families whose checkpoints hold one tensor for each expert."""
 
 

@@ -29,7 +29,7 @@ class RouterFacts:
     Attributes:
         options: the operation's.
         layer: counts the layers with experts.
-        corrected: it has an ``e_score_correction_bias``.
+        corrected: it has an ``e_score_correction_bias``; where its block has, each call is handed that.
         biased: it has a ``bias``.
         nested: its weight is that of the module ``layer`` inside it.
         logits_last: as in `family.Router`.
@@ -58,6 +58,7 @@ class BlockFacts:
     Attributes:
         router: the name of its router.
         logits_last: as in `family.Router`.
+        corrected: it has the router's ``e_score_correction_bias``, and hands it over.
         linears: options of experts whose weights are in the modules ``input_linear`` and ``output_linear``; None where
             they are in a module ``experts``.
         latent: experts compute on a narrower row, between ``fc1_latent_proj`` and ``fc2_latent_proj``.
@@ -68,6 +69,7 @@ class BlockFacts:
 
     router: str
     logits_last: bool
+    corrected: bool
     linears: ExpertOptions | None
     latent: bool
     shared: str
@@ -76,19 +78,23 @@ class BlockFacts:
 
     @property
     def plain(self) -> bool:
-        """Return whether it is a router, experts in a module, and what is shared, and its result is their sum."""
-        return self.linears is None and not self.latent and not self.returns_weights
+        """Return whether it is a router with all it reads, experts in a module, and what is shared, and its result is
+        their sum."""
+        return self.linears is None and not (self.latent or self.returns_weights or self.corrected)
 
 
-def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of those chosen, in its class's order."""
+def router_forward(
+    self: Any, hidden_states: torch.Tensor, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of those chosen, in its class's order;
+    ``correction``: ``[E]``, of a block that has it."""
     facts: RouterFacts = self.samebit
     holder = self.layer if facts.nested else self
     routing = route(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         holder.weight,
         holder.bias if facts.biased else None,
-        self.e_score_correction_bias if facts.corrected else None,
+        self.e_score_correction_bias if facts.corrected else correction,
         facts.options,
     )
     notes = installed_notes()
@@ -110,7 +116,7 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tupl
     """Compute a block of experts; ``hidden_states``: ``[..., W]``."""
     facts: BlockFacts = self.samebit
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    given = self.get_submodule(facts.router)(x)
+    given = self.get_submodule(facts.router)(x, *((self.e_score_correction_bias,) if facts.corrected else ()))
     _, weights, ids = given[::-1] if facts.logits_last else given
     if facts.latent:
         out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), ids, weights))

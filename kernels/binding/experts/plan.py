@@ -69,6 +69,7 @@ class ExpertPlan:
         facts = BlockFacts(
             router=router,
             logits_last=self.family.router.logits_last,
+            corrected=self.family.router.handed,
             linears=None if "experts" in children else options,
             latent="fc1_latent_proj" in children,
             shared=shared.name if shared.name in children else "",
@@ -87,7 +88,7 @@ class ExpertPlan:
         """Plan a router; return among how many experts it chooses."""
         self._check_class(name, router, self.family.router.classes)
         nested = "layer" in dict(router.named_children())
-        corrected = self.family.scores == "sigmoid"
+        corrected = self.family.scores == "sigmoid" and not self.family.router.handed
         last = self.family.router.logits_last
         facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested, last)
         self.inside[name] = Attachment(router_forward, facts)
@@ -119,7 +120,7 @@ class ExpertPlan:
         return RoutingOptions(
             scores=family.scores,
             top_k=self.config.num_experts_per_tok,
-            normalised=bool(getattr(config, family.normalised)) if family.normalised else False,
+            normalised=family.router.normalises or bool(family.normalised and getattr(config, family.normalised)),
             scale=1.0 if family.group_score == "none" else float(config.routed_scaling_factor),
             groups=config.n_group if groups else 1,
             kept_groups=config.topk_group if groups else 1,
@@ -168,6 +169,7 @@ def check_corrections(model: nn.Module) -> None:
             raise BindingError(
                 f"{name} is {buffer.dtype}; exact is torch.float32. A cast of the whole model (model.to(dtype)) rounds "
                 "it, and experts are chosen by it: load the model with from_pretrained(..., dtype=...), which keeps "
-                f"what its class asks for (_keep_in_fp32_modules_strict = ['{CORRECTION}']; Kimi-Linear's does not "
-                "before transformers 5.24, so set it there before), or give the buffer its float32 values again"
+                f"what its class asks for (_keep_in_fp32_modules_strict = ['{CORRECTION}']; MiniMax-M2's does not, and "
+                "Kimi-Linear's does not before transformers 5.24, so set it there before), or give the buffer its "
+                "float32 values again"
             )

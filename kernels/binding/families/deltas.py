@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import unchanged
 from samebit.kernels.binding.families.delta_family import DeltaFamily
-from samebit.kernels.binding.families.expert_family import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, SharedExperts
+from samebit.kernels.binding.families.expert_family import GATED_SHARED, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, NormFamily
 from samebit.kernels.binding.families.latent_family import LatentFamily
 
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
-_QWEN_SHARED = SharedExperts("shared_expert", "shared_expert_gate")
 
 _QWEN3_NEXT = Family(
     "Qwen3Next",
@@ -17,7 +16,7 @@ _QWEN3_NEXT = Family(
     attention=AttentionFamily("head", gated=True),
     norm=NormFamily(1.0, "eps"),
     delta=DeltaFamily("by_key_head"),
-    experts=replace(SOFTMAX, shared=_QWEN_SHARED),
+    experts=replace(SOFTMAX, shared=GATED_SHARED),
     layers=replace(_DELTA_LAYERS, pre_norm=True),
 )
 _QWEN3_5 = replace(_QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=True)
@@ -29,7 +28,7 @@ DELTAS = (
         _QWEN3_5,
         prefix="Qwen3_5Moe",
         # Its softmax over all experts is divided by the sum of the chosen, always: the softmax over the chosen.
-        experts=replace(SOFTMAX_OF_CHOSEN, shared=_QWEN_SHARED),
+        experts=replace(SOFTMAX_OF_CHOSEN, shared=GATED_SHARED),
     ),
     Family(
         "OlmoHybrid",

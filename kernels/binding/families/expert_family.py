@@ -9,11 +9,15 @@ class Router:
     """Names the router: in the block, and its classes; an empty class name stands for ``nn.Linear``.
 
     logits_last: it gives ids, weights and logits, where others give logits, weights and ids.
+    handed: its block has the ``e_score_correction_bias``, and hands it to each call.
+    normalises: it divides the weights of a row by their sum, whatever the config says.
     """
 
     name: str = "gate"
     classes: tuple[str, ...] = ("TopKRouter",)
     logits_last: bool = False
+    handed: bool = False
+    normalises: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class SharedExperts:
     gate: str = ""
 
 
+GATED_SHARED = SharedExperts("shared_expert", "shared_expert_gate")
+"""Qwen's kind: one expert of every row, weighted by a sigmoid."""
+
+
 @dataclass(frozen=True)
 class ExpertFamily:
     """Describes one family's blocks of experts.
@@ -33,7 +41,8 @@ class ExpertFamily:
 
     Attributes:
         block: class name of the module that holds router and experts.
-        scores: as in `layout.options.RoutingOptions`; routers of sigmoids have an ``e_score_correction_bias``.
+        scores: as in `layout.options.RoutingOptions`; routers of sigmoids, or their blocks, have an
+            ``e_score_correction_bias``.
         experts: class names of the module that holds the experts' weights; ``ParallelExperts`` are two of them.
         router: its names.
         normalised: the config's key for whether weights are divided by their sum; empty where they are not.

@@ -69,6 +69,8 @@ class AttentionFamily:
         sinks: the softmax has one more score a head, a parameter.
         fused: one ``qkv_proj`` instead of three.
         gated: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
+        rotated_width: the key by which published configs say how many elements of a head are rotated, which not every
+            transformers reads; empty for none.
         rope_per_layer_type: separate rotary frequencies for local and global layers.
         window_of_all: the mask of all layers has the config's window, of which the modules know nothing.
         soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
@@ -82,6 +84,7 @@ class AttentionFamily:
     sinks: bool = False
     fused: bool = False
     gated: bool = False
+    rotated_width: str = ""
     rope_per_layer_type: bool = False
     window_of_all: bool = False
     soft_capped: bool = False

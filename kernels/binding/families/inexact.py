@@ -48,6 +48,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         found.append("per-head LayerNorm of queries and keys (qk_layernorm)")
     if config.get("mamba_ssm_cache_dtype", "float32") != "float32":
         found.append(f"a state that is not float32 (mamba_ssm_cache_dtype={config['mamba_ssm_cache_dtype']})")
+    found += _unread_width(family, config)
     if config.get("quantization_config"):
         found.append("quantized weights (quantization_config)")
     return found
@@ -85,3 +86,18 @@ def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
                 f"{every} in rope_parameters (exact: a number, and an integer from 1 on)"
             )
     return found
+
+
+def _unread_width(family: Family | None, config: dict[str, Any]) -> list[str]:
+    """Name a width of rotation that this version of transformers does not read, and so computes another model."""
+    key = "" if family is None else family.attention.rotation.width
+    width, size = config.get(key), config.get("head_dim")
+    if width is None or size is None:
+        return []
+    part = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    if int(size * part) == width:
+        return []
+    return [
+        f"{key}={width}, which this transformers does not read: it rotates {int(size * part)} of {size} elements of a "
+        f"head (exact: rope_parameters['partial_rotary_factor']={width / size})"
+    ]

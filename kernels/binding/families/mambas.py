@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import scaled_down, scaled_up, unchanged
-from samebit.kernels.binding.families.expert_family import SIGMOID, ExpertFamily, Router
-from samebit.kernels.binding.families.family import RELEASE, Family, LayerFamily, MambaFamily, MLPFamily
-
-_GRANITE_ROUTER = Router("router", ("TopKGating", "TopKRouter"), logits_last=RELEASE < (5, 21))
+from samebit.kernels.binding.families.expert_family import SIGMOID
+from samebit.kernels.binding.families.family import Family, LayerFamily, MambaFamily, MLPFamily
+from samebit.kernels.binding.families.mixtures import GRANITE
 
 MAMBAS = (
     Family(
@@ -19,7 +18,7 @@ MAMBAS = (
         "GraniteMoeHybrid",
         scaled_down,
         mlp=MLPFamily("input_linear"),
-        experts=ExpertFamily("MoE", "softmax_of_chosen", router=_GRANITE_ROUTER),
+        experts=GRANITE,
         mamba=MambaFamily("MambaLayer", ("GraniteMoeHybridRMSNormGated",), "mamba_conv_bias"),
         layers=LayerFamily(("mamba", "attention", "full_attention")),
     ),

@@ -1,13 +1,30 @@
 """List families of attention and routed experts."""
 
-from samebit.kernels.binding.epilogue import unchanged
-from samebit.kernels.binding.families.expert_family import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, ExpertFamily, Router
-from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily
+from dataclasses import replace
+
+from samebit.kernels.binding.epilogue import scaled_down, unchanged
+from samebit.kernels.binding.families.expert_family import (
+    GATED_SHARED,
+    SIGMOID,
+    SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
+    ExpertFamily,
+    Router,
+)
+from samebit.kernels.binding.families.family import RELEASE, AttentionFamily, Family, LayerFamily, MLPFamily
 
 _WINDOW = AttentionFamily(window_of_all=True)
 _PRE_NORM = LayerFamily(pre_norm=True)
 
+GRANITE = ExpertFamily(
+    "MoE",
+    "softmax_of_chosen",
+    router=Router("router", ("TopKGating", "TopKRouter"), logits_last=RELEASE < (5, 21)),
+)
+"""Granite's kind, also in layers beside Mamba's."""
+
 MIXTURES = (
+    Family("Qwen2Moe", unchanged, experts=replace(SOFTMAX, shared=GATED_SHARED), layers=_PRE_NORM),
     Family("Qwen3Moe", unchanged, attention=AttentionFamily("head"), experts=SOFTMAX, layers=_PRE_NORM),
     Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=SOFTMAX, layers=_PRE_NORM),
     Family(
@@ -20,6 +37,17 @@ MIXTURES = (
         experts=SIGMOID,
         layers=_PRE_NORM,
     ),
+    Family("Dots1", unchanged, attention=AttentionFamily("head"), experts=SIGMOID, layers=_PRE_NORM),
+    Family("SolarOpen", unchanged, experts=SIGMOID, layers=_PRE_NORM),
+    Family(
+        "MiniMaxM2",
+        unchanged,
+        attention=AttentionFamily("full", rotated_width="rotary_dim"),
+        experts=ExpertFamily("SparseMoeBlock", "sigmoid", router=Router(handed=True, normalises=True)),
+        layers=_PRE_NORM,
+    ),
+    Family("GraniteMoe", scaled_down, experts=GRANITE),
+    Family("GraniteMoeShared", scaled_down, mlp=MLPFamily("input_linear"), experts=GRANITE),
     Family(
         "GptOss",
         unchanged,
