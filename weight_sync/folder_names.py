@@ -39,6 +39,18 @@ _WRAPPED = ".base_layer."
 
 _FREQUENCIES = "rotary_emb.inv_freq"
 
+_OF_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+_OF_VISION = r"^(model\.)?(vision_tower|multi_modal_projector|visual)\."
+"""Begin the names that a model with vision has for its text model and for its other modules, and had before
+transformers 4.52, when the text model had its head with it."""
+
+_TRANSPOSED = ("qwen3_moe", "qwen3_vl_moe_text")
+_INSIDE = ("gemma3_text", "mistral", "ministral3", "qwen3", "qwen3_vl_text", *_TRANSPOSED)
+"""Lists the types of text models that transformers also wraps with vision, without a rule that leads from one's names
+to the other's, and those of them whose folders may have the experts' weights with inputs before outputs."""
+
+_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
 _CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
 """A convolution that a folder holds apart has as many channels as the projection of the same name has outputs."""
 
@@ -46,13 +58,14 @@ _CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
 @dataclass(frozen=True)
 class Place:
     """Names a tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it; or its
-    rows from the first of `rows` up to the second."""
+    rows from the first of `rows` up to the second. ``transposed``: what comes has its last two axes the other way."""
 
     name: str
     expert: int | None = None
     part: int = 0
     parts: int = 1
     rows: tuple[int, int] | None = None
+    transposed: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -66,12 +79,16 @@ class Place:
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what goes here, given that of the module's tensor."""
+        if self.transposed:
+            return (*whole[:-2], whole[-1], whole[-2])
         if self.rows is not None:
             return (self.rows[1] - self.rows[0], *whole[1:])
         return whole if self.expert is None else (whole[1] // self.parts, *whole[2:])
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this part of the module's tensor: a view, to be written to."""
+        if self.transposed:
+            return tensor.detach().transpose(-1, -2)
         if self.rows is not None:
             return tensor.detach()[slice(*self.rows)]
         if self.expert is None:
@@ -139,11 +156,15 @@ class FolderNames:
     """Knows the names that saved weights have for a module's tensors; without rules, those of the module alone.
 
     ignored: what text has no use for, as regular expressions (vision, layers that only a draft model has).
+    with_vision: names may be those of a model with vision around the module's.
+    transposed: ends of the names of tensors that may come with their last two axes the other way.
     """
 
     renamings: tuple[WeightRenaming, ...] = field(default=(), compare=False)
     fusions: tuple[Fusion | Joining, ...] = ()
     ignored: tuple[str, ...] = ()
+    with_vision: bool = False
+    transposed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> FolderNames:
@@ -162,13 +183,16 @@ class FolderNames:
                 ),
             ),
             ignored_names(module),
+            module.config.model_type in _INSIDE,
+            _EXPERTS if module.config.get_text_config().model_type in _TRANSPOSED else (),
         )
 
     def place(self, name: str, known: Container[str]) -> Place | None:
         """Return where a tensor goes, `known` being the names of the module; None for one that has no place."""
         if name in known:
             return Place(name)
-        renamed: str = rename_source_key(name, list(self.renamings), [])[0]
+        alone = _without_vision(name) if self.with_vision else name
+        renamed: str = rename_source_key(alone, list(self.renamings), [])[0]
         found = (fusion.place(renamed) for fusion in self.fusions)
         place = next((place for place in found if place is not None), Place(renamed))
         return place if place.name in known else None
@@ -194,11 +218,18 @@ def ignored_names(module: nn.Module) -> tuple[str, ...]:
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), type(module))
     found = [*(module._keys_to_ignore_on_load_unexpected or ()), *(text_class._keys_to_ignore_on_load_unexpected or ())]
     config = module.config.get_text_config().to_dict()
+    found += [_OF_VISION] if config["model_type"] in _INSIDE else []
     for layer in range(config.get("num_nextn_predict_layers") or 0):
         found.append(rf"^model\.(language_model\.)?layers\.{config['num_hidden_layers'] + layer}\.")
     if any(name.endswith(_FREQUENCIES) for name, _ in module.named_buffers()):
         found.append(rf"(^|\.){re.escape(_FREQUENCIES)}$")
     return tuple(dict.fromkeys(found))
+
+
+def _without_vision(name: str) -> str:
+    """Return the name that a tensor has without vision around the text model: its own where there is none."""
+    end = _OF_TEXT.sub("", name)
+    return name if end == name else end if end.startswith("lm_head.") else f"model.{end}"
 
 
 def _stacks_experts(rule: WeightConverter) -> bool:

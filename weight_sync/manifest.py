@@ -199,7 +199,8 @@ class Manifest:
 
     def _as_offered(self, offered: Mapping[str, TensorSpec], places: dict[str, Place]) -> dict[str, Place]:
         """Return the places with parts that stand behind each other where the offered sizes put them, if those fill the
-        tensor: transformers 5.23 writes the parts in equal sizes."""
+        tensor: transformers 5.23 writes the parts in equal sizes. And with transposed tensors that come so: of some
+        families transformers tells by the shape too."""
         parts: dict[str, list[str]] = {}
         for name, place in sorted(places.items(), key=lambda found: found[1].rows or (0, 0)):
             if place.rows is not None and offered[name].shape:
@@ -210,6 +211,11 @@ class Manifest:
             if stops[-1] == self.specs[target].shape[0]:
                 starts = [0, *stops]
                 moved |= {name: Place(target, rows=(starts[i], stops[i])) for i, name in enumerate(names)}
+        for name, place in places.items():
+            turned = replace(place, transposed=True)
+            own, found = self.specs[place.name].shape, offered[name].shape
+            if place.name.endswith(self.names.transposed) and place.is_whole and own != found == turned.shape(own):
+                moved[name] = turned
         return {**places, **moved}
 
     def _unlike(

@@ -27,11 +27,12 @@ from samebit.kernels.binding.experts.plan import check_corrections
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families.family import BindingError, Family
 from samebit.kernels.binding.families.inexact import inexact_features
-from samebit.kernels.binding.families.known import FAMILIES
+from samebit.kernels.binding.families.known import KNOWN_CLASSES, family_of
 from samebit.kernels.binding.lora.peft_model import inner_model
 from samebit.kernels.binding.lora.plan import HOLDERS, AdapterPlan, PeftAdapters, check_adapters
 from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
+from samebit.kernels.binding.wrapped import modules_of_vision, unread_keys, wrapping_module
 from samebit.kernels.layout.device import DTYPES
 from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.states.memory import StateLayout
@@ -104,7 +105,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     """
     _check_chunk(ssm_chunk)
     if is_bound(model):
-        check_adapters(model)
+        family = binding_of(model).family
+        check_adapters(model, modules_of_vision(wrapping_module(family, inner_model(model))))
         _take_in_adapters(model)
         bound_before = checked_binding_of(model)
         _check_tensors(model)
@@ -115,7 +117,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         return model
     inner = inner_model(model)
     family = _family_of(inner)
-    check_adapters(model)
+    check_adapters(model, modules_of_vision(wrapping_module(family, inner)))
     check_not_compiled(model)
     _check_tensors(inner)
     plan = Plan(family, _text_config(inner), inner, ssm_chunk, exact)
@@ -232,10 +234,12 @@ def _check_chunk(given: object) -> None:
 def _family_of(model: nn.Module) -> Family:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise BindingError(f"{name} is not a Hugging Face model; bound families: {', '.join(FAMILIES)}")
+        raise BindingError(f"{name} is not a Hugging Face model; bound families: {', '.join(KNOWN_CLASSES)}")
     config = {**_text_config(model).to_dict()}
-    config.setdefault("quantization_config", model.config.to_dict().get("quantization_config"))
-    family = FAMILIES.get(name)
+    whole = model.config.to_dict()
+    config.setdefault("quantization_config", whole.get("quantization_config"))
+    config["is_causal"] = config.get("is_causal", True) and whole.get("is_causal", True)
+    family = family_of(model)
     reasons = inexact_features(family, config, [key for key, _ in model.named_parameters()])
     if family is None:
         reasons.insert(0, "it is of no known family")
@@ -243,9 +247,10 @@ def _family_of(model: nn.Module) -> Family:
         exact = PLAIN_ACTIVATIONS if family.mlp.form == "plain" else ACTIVATIONS
         if config[family.mlp.activation] not in exact:
             reasons.append(f"activation {config[family.mlp.activation]!r} (exact: {', '.join(exact)})")
+        reasons += unread_keys(family, name, config)
     if family is None or reasons:
         raise BindingError(
-            f"{name} can not be bound exactly: {'; '.join(reasons)}. Bound families: {', '.join(FAMILIES)}"
+            f"{name} can not be bound exactly: {'; '.join(reasons)}. Bound families: {', '.join(KNOWN_CLASSES)}"
         )
     return family
 

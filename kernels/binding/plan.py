@@ -35,7 +35,6 @@ from samebit.kernels.ops.rope import QueryFactors
 
 _CONTAINERS = (
     "ForCausalLM",
-    "ForConditionalGeneration",
     "DecoderLayer",
     "Block",
     "MambaDecoderLayer",
@@ -109,7 +108,7 @@ class Plan:
         facts = bound.DecoderFacts(
             attends=self.kv_layout().num_layers > 0,
             masks_by_layer=self.state_layout() is not None and self.family.masks_by_layer,
-            wrapped=self.family.wrapped,
+            wrapped=self.family.wrapped is not None,
             pre_norm=self._pre_norm,
             adapters=self.lora.adapters(),
             float32_residual=any(vars(module).get("residual_in_fp32", False) for module in model.modules()),
@@ -154,8 +153,7 @@ class Plan:
         return facts_of if self.latent is None else facts_of_latent
 
     def _is_decoder(self, module: nn.Module) -> bool:
-        names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")
-        return type(module).__name__ in map(self.family.class_name, names)
+        return self.family.is_decoder(type(module).__name__)
 
     def attachment_of(self, name: str, module: nn.Module) -> Attachment | None:
         """Return what a module gets, by the first rule that knows it; None for one that keeps the forward of its class.
@@ -258,7 +256,7 @@ class Plan:
         return None
 
     def _needs_no_binding(self, module: nn.Module) -> bool:
-        containers = [self.family.class_name(part) for part in _CONTAINERS]
+        containers = [*map(self.family.class_name, _CONTAINERS), self.family.whole_class]
         idle = isinstance(module, nn.Dropout) and module.p == 0.0
         activation = type(module) is type(ACT2FN[self.facts[self.family.mlp.activation]])  # the bound MLP computes it
         return (

@@ -14,23 +14,28 @@ from torch import nn
 
 from samebit.kernels.binding.families.family import Family
 
-_OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-"""Names arguments of the wrapping models' forwards."""
+_OF_IMAGES = (
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds"),
+)
+"""Names arguments of the wrapping models' forwards, and of the text models in them."""
 
-_NOT_OF_TEXT = ("rope_deltas", "image_outputs", "video_outputs")
+_NOT_OF_TEXT = ("rope_deltas", "image_hidden_states", "image_outputs", "video_outputs")
 """Names what the whole model hands on of the wrapping model's output: how far images move the positions behind them,
-and since transformers 5.24 what vision made."""
+and what vision made, in one piece since transformers 5.24."""
 
-_KINDS_OF_TOKENS = "mm_token_type_ids"
-"""Names the argument that tells tokens of images, 1 or more, from those of text, 0."""
+_KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+"""Names the arguments that tell tokens of images, 1 or more, from those of text, 0: of Gemma-3's the second, among
+which it attends to later ones too."""
+
+_OF_THE_WHOLE = ("labels", "vision_feature_layer")
+"""Names arguments that the whole model hands on and that say nothing about text: its loss is made behind the head."""
 
 
 def wrapping_module(family: Family, model: nn.Module) -> nn.Module | None:
     """Return the module that holds the text model and the vision model; None where there is no vision."""
-    if not family.wrapped:
-        return None
-    kind = family.class_name("Model")
-    return next((module for module in model.modules() if type(module).__name__ == kind), None)
+    kind = family.wrapping_class
+    return next((module for module in model.modules() if type(module).__name__ == kind), None) if kind else None
 
 
 def modules_of_vision(wrapping: nn.Module | None) -> frozenset[nn.Module]:
@@ -39,6 +44,18 @@ def modules_of_vision(wrapping: nn.Module | None) -> frozenset[nn.Module]:
         return frozenset()
     others = [child for name, child in wrapping.named_children() if name != "language_model"]
     return frozenset(module for child in others for module in child.modules())
+
+
+def unread_keys(family: Family, kind: str, config: dict[str, Any]) -> list[str]:
+    """Return what the text config of a model of this class says and the class does not do, each with its cause: the
+    text model alone, which a folder of it loads as, would."""
+    if family.wrapped is None or kind != family.whole_class:
+        return []
+    return [
+        f"{key}={config[key]!r}, which its forward does not read and that of its text model alone does (exact: None)"
+        for key in family.wrapped.unread
+        if config.get(key) is not None
+    ]
 
 
 def positions_of_text(given: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -79,15 +96,17 @@ def wrapping_forward(
     """
     given = {"pixel_values": pixel_values, **kwargs}
     found = [name for name in _OF_IMAGES if given.get(name) is not None]
-    kinds = given.get(_KINDS_OF_TOKENS)
-    if isinstance(kinds, torch.Tensor) and bool(kinds.any()):
-        found.append(f"{_KINDS_OF_TOKENS} (with tokens of images)")
+    for name in _KINDS_OF_TOKENS:
+        kinds = given.get(name)
+        if isinstance(kinds, torch.Tensor) and bool(kinds.any()):
+            found.append(f"{name} (with tokens of images)")
     if found:
         raise ValueError(
             f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images and videos are not exact. "
             "Leave them out, or keep a model that is not bound"
         )
-    of_text = {name: value for name, value in kwargs.items() if name not in (*_OF_IMAGES, _KINDS_OF_TOKENS)}
+    dropped = (*_OF_IMAGES, *_KINDS_OF_TOKENS, *_OF_THE_WHOLE)
+    of_text = {name: value for name, value in kwargs.items() if name not in dropped}
     if past_key_values is not None:  # transformers 5.24 knows another name, and the text model refuses both
         of_text["past_key_values"] = past_key_values
     outputs = self.language_model(

@@ -56,7 +56,7 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
         skeleton = type(module)(copy.deepcopy(module.config))
     try:
         check_config("default", checked)  # as peft calls it below
-        wrapped = binding_of(module).family.wrapped
+        wrapped = binding_of(module).family.wrapped is not None
         with layers_named(skeleton, vision=names_vision(checked) if wrapped else None):
             adapted = get_peft_model(skeleton, plain)
         shapes = delta_shapes(adapted, module)

@@ -109,7 +109,7 @@ def read_adapter(
     sides = {f"{PREFIX}{layer}.lora_A": delta.down for layer, delta in deltas.items()}
     sides |= {f"{PREFIX}{layer}.lora_B": delta.up for layer, delta in deltas.items()}
     tree = tree_of(sides)
-    names = AdapterNames(ignored=ignored_names(module), wrapped=binding_of(module).family.wrapped)
+    names = AdapterNames(ignored=ignored_names(module), wrapped=binding_of(module).family.wrapped is not None)
     manifest = replace(Manifest.of(tree), names=names)
     terms = UpdateTerms(cast=options.autocast)
     with open_update(source, tree, manifest, terms, version=version - 1) as update:

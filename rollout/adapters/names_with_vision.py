@@ -19,6 +19,19 @@ WITH_VISION = "language_model"
 _ALONE = re.compile(r"\bmodel\\?\.layers\b")
 
 
+class _Around(nn.Module):
+    """Stands around a text model in the place of the one that also holds vision."""
+
+    def __init__(self, text: nn.Module) -> None:
+        super().__init__()
+        self.add_module(WITH_VISION, text)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """Return the embedding, which transformers finds here for peft where the head is tied to it."""
+        return self.get_submodule(f"{WITH_VISION}.embed_tokens")
+
+
 def names_vision(config: Any) -> bool | None:
     """Return whether a ``LoraConfig`` names layers of a model with vision; None where its names are those of both."""
     asked = (config.target_modules, config.exclude_modules, config.layers_pattern)
@@ -39,11 +52,7 @@ def layers_named(model: nn.Module, *, vision: bool | None) -> Iterator[None]:
     if own is None or vision is None or vision is (text is not None):
         yield
         return
-    named = text
-    if named is None:
-        named = nn.Module()
-        named.add_module(WITH_VISION, own)
-    model.add_module("model", named)
+    model.add_module("model", _Around(own) if text is None else text)
     try:
         yield
     finally:

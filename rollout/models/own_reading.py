@@ -1,8 +1,9 @@
 """Build a model from its folder without transformers' reading: the weights go straight to where they belong.
 
-For folders that do not hold the model's tensors as they are: each expert apart, or quantized. transformers would put
-a layer together in memory first, take experts numbered 0, 1, 3, 4 for four in a row, and not name a piece that is
-missing. And for those of models whose routers have corrections, which transformers rounds in some (Kimi-Linear).
+For folders that do not hold the model's tensors as they are: each expert apart, quantized, or with vision around the
+text model, whose names transformers does not know then. transformers would put a layer together in memory first, take
+experts numbered 0, 1, 3, 4 for four in a row, and not name a piece that is missing. And for those of models whose
+routers have corrections, which transformers rounds in some (Kimi-Linear).
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from samebit.weight_sync.quantized import quantization_of
 
 
 def holds_other_tensors(folder: Path) -> bool:
-    """Tell whether the folder holds its model's tensors in parts, or quantized, or corrections of routers."""
+    """Tell whether the folder holds its model's tensors in parts, or quantized, or with vision around them, or
+    corrections of routers."""
     if quantization_of(folder) is not None:
         return True
-    with torch.device("meta"):
-        manifest = Manifest.of(AutoModelForCausalLM.from_config(_config(folder)))
-    places = [place for place in map(manifest.place, _stored(folder)) if place is not None]
-    return any(place.expert is not None or place.name.endswith(CORRECTION) for place in places)
+    manifest = _manifest(_config(folder))
+    places = {name: place for name in _stored(folder) if (place := manifest.place(name)) is not None}
+    inside = manifest.names.with_vision and any(place.name != name for name, place in places.items())
+    return inside or any(place.expert is not None or place.name.endswith(CORRECTION) for place in places.values())
 
 
 def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) -> PreTrainedModel:
@@ -42,6 +44,7 @@ def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) ->
     """
     config = _config(folder)
     config.dtype = dtype or config.dtype or _stored_dtype(folder)
+    config.tie_word_embeddings = config.tie_word_embeddings and not _holds_untied(folder, _manifest(config))
     with no_init_weights():
         module = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     module.tie_weights()
@@ -58,6 +61,21 @@ def _config(folder: Path) -> Any:
     config = read_text_config(folder)
     vars(config).pop("quantization_config", None)
     return config
+
+
+def _manifest(config: Any) -> Manifest:
+    with torch.device("meta"):
+        return Manifest.of(AutoModelForCausalLM.from_config(config))
+
+
+def _holds_untied(folder: Path, manifest: Manifest) -> bool:
+    """Tell whether a folder holds tied tensors, head and embedding, of different values. transformers then ties none,
+    whatever the config says, as that of some models with vision does by default."""
+    with open_source(folder) as source:
+        names = {place.name: name for name in source.specs() if (place := manifest.place(name)) is not None}
+        tied = [[names[one] for one in group if one in names] for group in manifest.ties]
+        pairs = [(first, other) for first, *others in filter(None, tied) for other in others]
+        return any(not torch.equal(source.load(first), source.load(other)) for first, other in pairs)
 
 
 def _stored(folder: Path) -> dict[str, TensorSpec]:

@@ -406,15 +406,28 @@ EXPERTS = (
 
 WITH_EXPERTS = (*EXPERTS, *LATENTS, *MIXTURES, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
 
-_VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 200,
-    "num_position_embeddings": 16,
-    "patch_size": 4,
+_IMAGES = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
+_QWENS_IMAGES = {**_IMAGES, "depth": 1, "num_heads": 2, "out_hidden_size": 200, "num_position_embeddings": 16}
+_TOWER = {**_IMAGES, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3_5": ("Qwen3_5", {"vision_config": _QWENS_IMAGES}),
+    "Qwen3_5Moe": ("Qwen3_5Moe", {"vision_config": _QWENS_IMAGES}),
+    "Gemma3": ("Gemma3", {"vision_config": _TOWER, "mm_tokens_per_image": 4}),
+    "Mistral": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
+    "Ministral3": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
+    "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
+    "Qwen3Moe": ("Qwen3VLMoe", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
 }
+"""Holds, by family, what Hugging Face calls the model with vision around it, and what that one's config has."""
+
+IMAGES_TURN: dict[str, dict[str, Any]] = {
+    "Qwen3VL": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    "Qwen3VLMoe": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+}
+"""Holds, by the name of a whole, the parameters of positions that images have, whose text model is in no other."""
+
+_OF_ALL_LAYERS = ("model_type", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+
 _NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
 
@@ -440,10 +453,13 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
     """Return the same wrapped with a small model of vision, as Hugging Face publishes it."""
-    text = make_config(name, **changes)
-    kind = type(text).__name__.removesuffix("TextConfig")
+    kind, own = WHOLES[name]
+    text = make_config(name, **changes).to_dict()
+    if kind in IMAGES_TURN:
+        text = {key: value for key, value in text.items() if key not in _OF_ALL_LAYERS}
+        text["rope_parameters"] = {**text["rope_parameters"], **IMAGES_TURN[kind]}
     config = getattr(transformers, f"{kind}Config")(
-        text_config=text.to_dict(), vision_config=_VISION, tie_word_embeddings=tied, attn_implementation="eager"
+        text_config=text, **own, tie_word_embeddings=tied, attn_implementation="eager"
     )
     return _made(f"{kind}ForConditionalGeneration", config, name in WITH_EXPERTS, torch.float32)
 

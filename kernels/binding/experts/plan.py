@@ -117,10 +117,11 @@ class ExpertPlan:
     def _routing_options(self, name: str) -> RoutingOptions:
         family, config = self.family, self.config  # whose attributes have other names in Kimi-Linear's files
         groups = family.group_score != "none" and self._has_groups(name)
+        key = family.normalised
         return RoutingOptions(
             scores=family.scores,
             top_k=self.config.num_experts_per_tok,
-            normalised=family.router.normalises or bool(family.normalised and getattr(config, family.normalised)),
+            normalised=bool(getattr(config, key)) if isinstance(key, str) and key else key is True,
             scale=1.0 if family.group_score == "none" else float(config.routed_scaling_factor),
             groups=config.n_group if groups else 1,
             kept_groups=config.topk_group if groups else 1,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from samebit.kernels.binding.epilogue import unchanged
 from samebit.kernels.binding.families.delta_family import DeltaFamily
 from samebit.kernels.binding.families.expert_family import GATED_SHARED, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
-from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, NormFamily
+from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, NormFamily, VisionFamily
 from samebit.kernels.binding.families.latent_family import LatentFamily
 
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
@@ -19,7 +19,9 @@ _QWEN3_NEXT = Family(
     experts=replace(SOFTMAX, shared=GATED_SHARED),
     layers=replace(_DELTA_LAYERS, pre_norm=True),
 )
-_QWEN3_5 = replace(_QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=True)
+_QWEN3_5 = replace(
+    _QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=VisionFamily("Qwen3_5")
+)
 
 DELTAS = (
     _QWEN3_NEXT,
@@ -27,6 +29,7 @@ DELTAS = (
     replace(
         _QWEN3_5,
         prefix="Qwen3_5Moe",
+        wrapped=VisionFamily("Qwen3_5Moe"),
         # Its softmax over all experts is divided by the sum of the chosen, always: the softmax over the chosen.
         experts=replace(SOFTMAX_OF_CHOSEN, shared=GATED_SHARED),
     ),

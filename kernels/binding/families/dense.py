@@ -10,20 +10,34 @@ from samebit.kernels.binding.families.family import (
     MLPFamily,
     NormFamily,
     RotationFamily,
+    VisionFamily,
 )
 
 _WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
+_MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
 
 DENSE = (
     Family("Llama", unchanged, layers=_PRE_NORM),
     Family("Qwen2", unchanged, layers=_PRE_NORM),
-    Family("Qwen3", unchanged, attention=AttentionFamily("head"), layers=_PRE_NORM),
-    Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM),
+    Family(
+        "Qwen3",
+        unchanged,
+        attention=AttentionFamily("head"),
+        layers=_PRE_NORM,
+        wrapped=VisionFamily("Qwen3VL", text="Qwen3VLText"),
+    ),
+    Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM, wrapped=_MISTRAL3),
     Family("Ministral", unchanged, layers=_PRE_NORM),
-    Family("Ministral3", unchanged, attention=replace(_WINDOW, scaled_queries=True), layers=_PRE_NORM),
+    Family(
+        "Ministral3",
+        unchanged,
+        attention=replace(_WINDOW, scaled_queries=True),
+        layers=_PRE_NORM,
+        wrapped=_MISTRAL3,
+    ),
     Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
     Family("Gemma", unchanged, norm=_GEMMA_NORM, scaled_embedding="GemmaTextScaledWordEmbedding", layers=_PRE_NORM),
     Family(
@@ -41,6 +55,7 @@ DENSE = (
         norm=_GEMMA_NORM,
         scaled_embedding="Gemma3TextScaledWordEmbedding",
         mlp=MLPFamily(activation="hidden_activation"),
+        wrapped=VisionFamily("Gemma3", unread=("final_logit_softcapping",)),
     ),
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
     Family("Olmo3", unchanged, attention=AttentionFamily("full")),

@@ -45,7 +45,8 @@ class ExpertFamily:
             ``e_score_correction_bias``.
         experts: class names of the module that holds the experts' weights; ``ParallelExperts`` are two of them.
         router: its names.
-        normalised: the config's key for whether weights are divided by their sum; empty where they are not.
+        normalised: the config's key for whether weights are divided by their sum; empty where they are not, True where
+            they always are.
         group_score: what groups of experts are compared by, in families whose configs have groups (``n_group``,
             ``topk_group``) and a factor on the weights (``routed_scaling_factor``).
         method: the config's key for whether there are groups at all; empty where there always are.
@@ -60,7 +61,7 @@ class ExpertFamily:
     scores: Literal["softmax", "softmax_of_chosen", "sigmoid"]
     experts: tuple[str, ...] = ("Experts",)
     router: Router = Router()
-    normalised: str = ""
+    normalised: str | Literal[True] = ""
     group_score: Literal["none", "best", "best_two"] = "none"
     method: str = ""
     form: Literal["gated", "plain", "interleaved"] = "gated"

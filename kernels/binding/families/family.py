@@ -4,14 +4,16 @@ Hugging Face writes each family's modules out in full, under the family's own pr
 ``Qwen3MLP``, ...). `Family` is what the bound forward needs to know of them.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import transformers
 from packaging.version import Version
 
-from samebit.kernels.binding.epilogue import Epilogue
+from samebit.kernels.binding.epilogue import Epilogue, unchanged
 from samebit.kernels.binding.families.delta_family import DeltaFamily
 from samebit.kernels.binding.families.expert_family import ExpertFamily
 from samebit.kernels.binding.families.latent_family import LatentFamily
@@ -159,6 +161,24 @@ class LayerFamily:
 
 
 @dataclass(frozen=True)
+class VisionFamily:
+    """Describes what Hugging Face puts around the text model of one family: a ``...ForConditionalGeneration``, which
+    does nothing to the logits of its head.
+
+    Attributes:
+        prefix: of its class names.
+        text: of the class names of the text model in it; empty where they are those of the text model alone.
+        unread: keys of the text model's config that the text model alone reads, and the whole does not.
+        normalised: its routers divide weights by their sum, and have no key that says so.
+    """
+
+    prefix: str
+    text: str = ""
+    unread: tuple[str, ...] = ()
+    normalised: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """Describes one Hugging Face decoder family.
 
@@ -174,7 +194,7 @@ class Family:
         delta: its Gated DeltaNet layers; None for a family without.
         latent: its attention over latents; None for a family with keys and values.
         scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
-        wrapped: Hugging Face has its text model alone, and inside a ``...ForConditionalGeneration`` with vision too.
+        wrapped: what is around its text model where Hugging Face also has it with vision; None for text alone.
     """
 
     prefix: str
@@ -188,7 +208,7 @@ class Family:
     delta: DeltaFamily | None = None
     latent: LatentFamily | None = None
     scaled_embedding: str = ""
-    wrapped: bool = False
+    wrapped: VisionFamily | None = None
 
     @property
     def masks_by_layer(self) -> bool:
@@ -196,10 +216,33 @@ class Family:
         return self.layers.masks_since <= RELEASE
 
     @property
-    def model_classes(self) -> tuple[str, ...]:
-        """Return the class names of its causal language models."""
-        ends = ("ForCausalLM", "ForConditionalGeneration") if self.wrapped else ("ForCausalLM",)
-        return tuple(map(self.class_name, ends))
+    def model_class(self) -> str:
+        """Return the class name of its causal language model of text alone."""
+        return self.class_name("ForCausalLM")
+
+    @property
+    def with_vision(self) -> Family:
+        """Return the family as it is inside of one with vision."""
+        if self.wrapped is None:
+            return self
+        experts = self.experts
+        if experts is not None and self.wrapped.normalised:
+            experts = replace(experts, normalised=True)
+        return replace(self, prefix=self.wrapped.text or self.prefix, epilogue=unchanged, experts=experts)
+
+    @property
+    def whole_class(self) -> str:
+        """Return the class name of the model with vision around it; empty where there is none."""
+        return "" if self.wrapped is None else f"{self.wrapped.prefix}ForConditionalGeneration"
+
+    @property
+    def wrapping_class(self) -> str:
+        """Return the class name of the module that holds text model and vision, without a head; empty likewise."""
+        return "" if self.wrapped is None else f"{self.wrapped.prefix}Model"
+
+    def is_decoder(self, kind: str) -> bool:
+        """Return whether a class of this name runs all layers of the text model."""
+        return kind in map(self.class_name, ("Model", "TextModel")) and kind != self.wrapping_class
 
     def class_name(self, part: str) -> str:
         """Return Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""

@@ -1,10 +1,29 @@
-"""Find a family by the name of a model's class."""
+"""Find a family by the class of a model."""
+
+from torch import nn
 
 from samebit.kernels.binding.families.deltas import DELTAS
 from samebit.kernels.binding.families.dense import DENSE
+from samebit.kernels.binding.families.family import Family
 from samebit.kernels.binding.families.latents import LATENTS
 from samebit.kernels.binding.families.mambas import MAMBAS
 from samebit.kernels.binding.families.mixtures import MIXTURES
 
-FAMILIES = {name: family for family in (*DENSE, *MIXTURES, *LATENTS, *MAMBAS, *DELTAS) for name in family.model_classes}
-"""Finds a family by the class name of one of its causal language models."""
+FAMILIES = {family.model_class: family for family in (*DENSE, *MIXTURES, *LATENTS, *MAMBAS, *DELTAS)}
+"""Finds a family by the class name of its causal language model."""
+
+_WITH_VISION = tuple(family for family in FAMILIES.values() if family.wrapped is not None)
+
+KNOWN_CLASSES = (*FAMILIES, *dict.fromkeys(family.whole_class for family in _WITH_VISION))
+"""Lists the class names of all models that are bound, also of those with vision."""
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """Return the family of a causal language model by its class; of one with vision, that of the text model in it, of
+    which one class may hold several kinds. None for any other model."""
+    kind = type(model).__name__
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    around = [family.with_vision for family in _WITH_VISION if family.whole_class == kind]
+    inside = {type(module).__name__ for module in model.modules()} if around else set()
+    return next((family for family in around if any(map(family.is_decoder, inside))), None)

@@ -11,7 +11,15 @@ from samebit.kernels.binding.families.expert_family import (
     ExpertFamily,
     Router,
 )
-from samebit.kernels.binding.families.family import RELEASE, AttentionFamily, Family, LayerFamily, MLPFamily
+from samebit.kernels.binding.families.family import (
+    RELEASE,
+    AttentionFamily,
+    Family,
+    LayerFamily,
+    MLPFamily,
+    RotationFamily,
+    VisionFamily,
+)
 
 _WINDOW = AttentionFamily(window_of_all=True)
 _PRE_NORM = LayerFamily(pre_norm=True)
@@ -25,7 +33,14 @@ GRANITE = ExpertFamily(
 
 MIXTURES = (
     Family("Qwen2Moe", unchanged, experts=replace(SOFTMAX, shared=GATED_SHARED), layers=_PRE_NORM),
-    Family("Qwen3Moe", unchanged, attention=AttentionFamily("head"), experts=SOFTMAX, layers=_PRE_NORM),
+    Family(
+        "Qwen3Moe",
+        unchanged,
+        attention=AttentionFamily("head"),
+        experts=SOFTMAX,
+        layers=_PRE_NORM,
+        wrapped=VisionFamily("Qwen3VLMoe", text="Qwen3VLMoeText", normalised=True),
+    ),
     Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=SOFTMAX, layers=_PRE_NORM),
     Family(
         "Mixtral", unchanged, attention=AttentionFamily(window_of_all=True), experts=SOFTMAX_OF_CHOSEN, layers=_PRE_NORM

@@ -1,6 +1,6 @@
 """Find the adapters of a model while `bind` walks its modules, refuse what is not exact, and watch what is left."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -187,14 +187,20 @@ class AdapterPlan:
         return Attachment(wrapped_forward, LinearFacts(name, wrapped=True))
 
 
-def check_adapters(model: nn.Module) -> None:
+def check_adapters(model: nn.Module, unreached: Container[nn.Module]) -> None:
     """Check that what peft has put into a model is LoRA on linear layers, and nothing beside it.
+
+    Args:
+        model: with or without adapters.
+        unreached: modules that never run, in which adapters may be anything: an attention of a vision model has a
+            projection that peft takes for a linear layer.
 
     Raises:
         BindingError: all that is not exact, by name.
     """
     check_configs(model)
-    reasons = refusals({name: module for name, module in inner_model(model).named_modules() if is_wrapped(module)})
+    wrapped = {name: module for name, module in inner_model(model).named_modules() if is_wrapped(module)}
+    reasons = refusals({name: module for name, module in wrapped.items() if module not in unreached})
     if reasons:
         raise BindingError(f"adapters that can not be bound exactly: {listed(reasons)}")
 
