@@ -4,8 +4,8 @@ The way through: `binding` is the door; `plan` walks the modules and finds for e
 `families`, the list of what is bound exactly (`wrapped`: models with vision around them). The forwards are in
 `modules`, where `residual` lets a sum wait for its norm, and in `causal_lm`, whose logits end in `epilogue`.
 `bound_record` checks that modules are still what was bound, `users` knows which objects use one model. `mamba`,
-`delta`, `latent` and `experts` are layers of those kinds (`recurrent_plan`: what plans of the first two share),
-`layers` are whole decoder layers in one call, `lora` is adapters, `trainer` is a trainer's side.
+`delta`, `short_conv`, `latent` and `experts` are layers of those kinds (`recurrent_plan`: what plans of the first
+three share), `layers` are whole decoder layers in one call, `lora` is adapters, `trainer` is a trainer's side.
 
 Imports `samebit.kernels.ops`, `samebit.kernels.layout` and transformers; knows neither device's kernels.
 """

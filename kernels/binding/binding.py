@@ -245,8 +245,9 @@ def _family_of(model: nn.Module) -> Family:
         reasons.insert(0, "it is of no known family")
     else:
         exact = PLAIN_ACTIVATIONS if family.mlp.form == "plain" else ACTIVATIONS
-        if config[family.mlp.activation] not in exact:
-            reasons.append(f"activation {config[family.mlp.activation]!r} (exact: {', '.join(exact)})")
+        activation = family.mlp.activation_of(config)
+        if activation not in exact:
+            reasons.append(f"activation {activation!r} (exact: {', '.join(exact)})")
         reasons += unread_keys(family, name, config)
     if family is None or reasons:
         raise BindingError(

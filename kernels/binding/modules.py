@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
+from samebit.kernels.binding.families.family import AttentionNames
 from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
@@ -73,7 +74,7 @@ class DecoderFacts:
     """Says what a decoder has.
 
     Attributes:
-        attends: attention layers.
+        attends: attention layers, or a decoder that makes their mask in any case.
         masks_by_layer: recurrent layers, and takes a mask for each kind of layer.
         wrapped: it may be wrapped with vision.
         pre_norm: it is of layers that `layers.decoder` runs.
@@ -91,7 +92,7 @@ class DecoderFacts:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Holds shapes and options of an attention module; `fused` and `qk_norm` as in `families.AttentionFamily`.
+    """Holds shapes and options of an attention module; `fused`, `qk_norm` and `names` as in `families.AttentionFamily`.
 
     Attributes:
         key_multiplier: factor on the keys.
@@ -108,6 +109,7 @@ class AttentionFacts:
     fused: bool
     qk_norm: str
     options: AttentionOptions
+    names: AttentionNames
     key_multiplier: float = 1.0
     adapter: int = -1
     sinks: bool = False
@@ -151,7 +153,7 @@ class RotaryFacts:
 
 @dataclass(frozen=True)
 class MLPFacts:
-    """Holds the activation of an MLP, the form of its projections (`families.MLPFamily`), and factors.
+    """Holds the activation of an MLP, form and names of its projections (`families.MLPFamily`), and factors.
 
     Attributes:
         gate_multiplier: factor on the gate.
@@ -164,6 +166,7 @@ class MLPFacts:
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
     adapter: int = -1
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str
     if not facts.attends:
         return LayoutMask.of(context, dimensions=2)
     mask = LayoutMask.of(context, dimensions=4)
-    return {"full_attention": mask, "linear_attention": mask} if facts.masks_by_layer else mask
+    return dict.fromkeys(("full_attention", "linear_attention", "conv"), mask) if facts.masks_by_layer else mask
 
 
 def _refuse_unsupported(ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -312,7 +315,7 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         gate, up = projection(x, self.input_linear).chunk(2, dim=-1)
         out = projection(gated(facts.activation, gate, up), self.output_linear)
         return out
-    out = projection(_gated(self, facts, x), self.down_proj)
+    out = projection(_gated(self, facts, x), self._modules[facts.names[2]])
     return Addend.of(out if facts.down_multiplier == 1.0 else out * facts.down_multiplier)
 
 
@@ -322,10 +325,11 @@ def _gated(self: Any, facts: MLPFacts, x: torch.Tensor) -> torch.Tensor:
         joined = projection(x, self.gate_up_proj)
         joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
         gate, up = joined.chunk(2, dim=-1)
-    elif facts.gate_multiplier == 1.0:
-        return gated_projections(facts.activation, x, (self.gate_proj, self.up_proj))
     else:
-        gate, up = projections(x, (self.gate_proj, self.up_proj))
+        both = self._modules[facts.names[0]], self._modules[facts.names[1]]
+        if facts.gate_multiplier == 1.0:
+            return gated_projections(facts.activation, x, both)
+        gate, up = projections(x, both)
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
     return gated(facts.activation, gate, up)
 
@@ -346,9 +350,10 @@ def attention_forward(
     q, gate, k, v = _queries_keys_values(self, facts, hidden_states)
     if facts.qk_norm == "head":
         apart = turns is None or facts.neighbours or facts.key_multiplier != 1.0
-        norms = None if apart else _norms_of_heads(self)
+        both = tuple(self._modules[name] for name in facts.names.norms)
+        norms = None if apart else _norms_of_heads(*both)
         if norms is None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = both[0](q), both[1](k)
     q = scale_queries(q, tables) if facts.scaled_queries else q
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     sinks = self.sinks.float() if facts.sinks else None
@@ -362,7 +367,7 @@ def attention_forward(
             q, k = (heads_in_halves(part, turns.cos.shape[1]) for part in (q, k))
         out = attention_of_rotated(q, k, v, turns, facts.options, sinks, norms)
     out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
-    return Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self.o_proj)), None
+    return Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self._modules[facts.names.out])), None
 
 
 def _queries_keys_values(
@@ -390,13 +395,12 @@ def _queries_keys_values(
     return q, gate, k, v
 
 
-def _norms_of_heads(self: Any) -> HeadNorms | None:
-    """Return what normalises the heads of queries and keys; None if a call of either does more than that."""
-    both = self.q_norm, self.k_norm
-    facts, of_keys = (vars(norm).get("samebit") for norm in both)
-    if not isinstance(facts, NormFacts) or facts != of_keys or any(map(is_hooked, both)):
+def _norms_of_heads(of_queries: Any, of_keys: Any) -> HeadNorms | None:
+    """Return what normalises the heads of queries and keys; None if a call of either norm does more than that."""
+    facts, others = (vars(norm).get("samebit") for norm in (of_queries, of_keys))
+    if not isinstance(facts, NormFacts) or facts != others or is_hooked(of_queries) or is_hooked(of_keys):
         return None
-    return HeadNorms(self.q_norm.weight, self.k_norm.weight, facts.eps, facts.offset)
+    return HeadNorms(of_queries.weight, of_keys.weight, facts.eps, facts.offset)
 
 
 def _heads(x: torch.Tensor, size: int) -> torch.Tensor:

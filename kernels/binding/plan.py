@@ -27,6 +27,7 @@ from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, li
 from samebit.kernels.binding.lora.plan import ADAPTABLE, AdapterPlan
 from samebit.kernels.binding.mamba.plan import MambaPlan
 from samebit.kernels.binding.recurrent_plan import RecurrentPlan
+from samebit.kernels.binding.short_conv.plan import ShortConvPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
 from samebit.kernels.layout.options import AttentionOptions
@@ -60,17 +61,11 @@ class Plan:
         self.unreached = modules_of_vision(self.wrapping)
         self.attentions: list[bound.AttentionFacts] = []
         self.rotated: list[tuple[int, float]] = []
-        self.mixers: RecurrentPlan = (
-            MambaPlan(family, config, ssm_chunk)
-            if family.delta is None
-            else DeltaPlan(family.prefix, family.delta, config, ssm_chunk)
-        )
+        self.mixers = _recurrent_plan(family, config, ssm_chunk)
         self.lora = AdapterPlan()
         self.latent = None if family.latent is None else LatentPlan(family.prefix, family.latent, config)
         self.experts = (
-            None
-            if family.experts is None
-            else ExpertPlan(family.prefix, family.experts, config, self.facts[family.mlp.activation])
+            None if family.experts is None else ExpertPlan(family.prefix, family.experts, config, self._activation)
         )
 
     def kv_layout(self) -> PageLayout:
@@ -106,7 +101,7 @@ class Plan:
     def _decoders(self, model: nn.Module) -> list[tuple[nn.Module, Attachment]]:
         """Plan what runs all layers, and what is around that where there is vision."""
         facts = bound.DecoderFacts(
-            attends=self.kv_layout().num_layers > 0,
+            attends=self.kv_layout().num_layers > 0 or bool(self.family.layers.short_conv),
             masks_by_layer=self.state_layout() is not None and self.family.masks_by_layer,
             wrapped=self.family.wrapped is not None,
             pre_norm=self._pre_norm,
@@ -116,6 +111,11 @@ class Plan:
         decoder = Attachment(bound.decoder_forward, facts)
         found = [(module, decoder) for module in model.modules() if self._is_decoder(module)]
         return found if self.wrapping is None else [*found, (self.wrapping, Attachment(wrapping_forward))]
+
+    @property
+    def _activation(self) -> str:
+        """Return the activation of MLPs and experts."""
+        return self.family.mlp.activation_of(self.facts)
 
     @property
     def _pre_norm(self) -> bool:
@@ -258,7 +258,7 @@ class Plan:
     def _needs_no_binding(self, module: nn.Module) -> bool:
         containers = [*map(self.family.class_name, _CONTAINERS), self.family.whole_class]
         idle = isinstance(module, nn.Dropout) and module.p == 0.0
-        activation = type(module) is type(ACT2FN[self.facts[self.family.mlp.activation]])  # the bound MLP computes it
+        activation = type(module) is type(ACT2FN[self._activation])  # the bound MLP computes it
         return (
             type(module).__name__ in containers
             or type(module) in (nn.ModuleList, nn.Sequential, nn.Embedding, nn.Identity)
@@ -269,7 +269,7 @@ class Plan:
     def _mlp(self, name: str, module: nn.Module) -> bound.MLPFacts:
         gate, down = (vars(module).get(f"{part}_multiplier", 1.0) for part in ("gate", "down"))
         adapter = self._adapter(name, module, "gate_up_proj_adapter_list")
-        return bound.MLPFacts(self.facts[self.family.mlp.activation], self.family.mlp.form, gate, down, adapter)
+        return bound.MLPFacts(self._activation, self.family.mlp.form, gate, down, adapter, self.family.mlp.names)
 
     def _attention(self, name: str, module: nn.Module) -> bound.AttentionFacts:
         own = vars(module)
@@ -287,6 +287,7 @@ class Plan:
             scaled_queries=self.family.attention.scaled_queries,
             rotated=self._is_rotated(own),
             neighbours=self.family.attention.rotation.neighbours,
+            names=self.family.attention.names,
         )
         if facts.qk_norm == "full":
             self._check_norms(name, module, facts.head_dim)
@@ -394,3 +395,12 @@ class Plan:
                 "allowed: an even head size (head_dim, or hidden_size / num_attention_heads), and an even part of it "
                 "(partial_rotary_factor)"
             )
+
+
+def _recurrent_plan(family: Family, config: Any, ssm_chunk: int) -> RecurrentPlan:
+    """Return what finds out about the recurrent layers of a family; of one without, Mamba2's, which finds none."""
+    if family.layers.short_conv:
+        return ShortConvPlan(family.prefix, family.layers.short_conv, ssm_chunk)
+    if family.delta is not None:
+        return DeltaPlan(family.prefix, family.delta, config, ssm_chunk)
+    return MambaPlan(family, config, ssm_chunk)

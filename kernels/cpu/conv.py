@@ -1,4 +1,4 @@
-"""Compute the depthwise causal convolution with bias and silu on the CPU, one row at a time.
+"""Compute the depthwise causal convolution with bias, and silu or nothing behind it, on the CPU, one row at a time.
 
 Invariant: an element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs
 come from: the rows of this call or the window of those before it. Inputs before position 0 are left out.
@@ -65,11 +65,12 @@ class Windows(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Holds T, W, K, and into how many pieces rows and channels are cut."""
+    """Holds T, W, K, whether silu follows, and into how many pieces rows and channels are cut."""
 
     rows: int
     width: int
     taps: int
+    silu: int
     parts: int
     shares: int
 
@@ -81,20 +82,20 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
     Args:
         threads: take shares of the rows, or of the channels.
         tensors: addresses of x and its stride, of weight, bias and out.
-        sizes: T, W and K.
+        sizes: T, W, K, and 1 where silu follows, otherwise 0.
         layout: address of what `Layout` holds; number of sequences.
         memory: the grid of `Windows`, addresses of the windows now and of a block.
         captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
         kinds: numbers of the types of x, weight and bias.
     """
     x_at, stride, weight_at, bias_at, out_at = tensors
-    rows, width, taps = sizes
+    rows, width, taps, silu = sizes
     kind, weight_kind, bias_kind = kinds
     layout_at, sequences = layout
     grid, now_at, of_block_at = memory
     captures_at, num_captures, captured_at = captures
     few = rows <= _FEW_ROWS
-    cut = Sizes(rows, width, taps, 1 if few else _PARTS, threads if few else 1)
+    cut = Sizes(rows, width, taps, silu, 1 if few else _PARTS, threads if few else 1)
     inputs = Inputs(
         elements(x_at, NO_END, kind), stride, elements(weight_at, width * taps, weight_kind),
         elements(bias_at, width, bias_kind),
@@ -145,7 +146,7 @@ def _conv_rows(item: int, sizes: Any, inputs: Any, layout: Any, windows: Any, ou
         begin, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
         for row in range(max(above, begin), min(below, begin + of[sequences + sequence])):
             missing = _find_inputs(inputs, windows.now, sizes, row, row - begin, start, slot, first, sources)
-            _conv_row(filters, sources, missing, out[row * width + first : row * width + last])
+            _conv_row(filters, sources, missing, sizes.silu, out[row * width + first : row * width + last])
         if parts == 1 and windows.grid > 0:
             _keep_window(sequence, sizes, inputs, layout, windows, first, last)
 
@@ -170,22 +171,36 @@ def _find_inputs(
 
 
 @inlined_part
-def _conv_row(filters: Any, sources: Any, missing: int, out: Any) -> None:
+def _conv_row(filters: Any, sources: Any, missing: int, silu: int, out: Any) -> None:
     """Compute a row's channels of what `_find_inputs` has found."""
     taps, count = len(sources), len(out)
     whole = count // LANES * LANES
-    conv_vectors(filters.reshape(-1), sources, missing, taps, count, out)
+    if silu > 0:
+        activated_vectors(filters.reshape(-1), sources, missing, taps, count, out)
+    else:
+        conv_vectors(filters.reshape(-1), sources, missing, taps, count, out)
     for c in range(whole, count):
         total = filters[taps, c]
         for k in range(missing, taps):
             total = fma(filters[k, c], widen(elements(sources[k], count, out[0])[c]), total)
-        out[c] = narrow(total * sigmoid(total), out[c])
+        out[c] = narrow(total * sigmoid(total) if silu > 0 else total, out[c])
 
 
 @intrinsic
 def conv_vectors(typingctx: Any, filters: Any, sources: Any, missing: Any, taps: Any, count: Any, out: Any) -> Any:
-    """Compute ``silu(filters[taps] + sum over missing <= k < taps of filters[k] * source k)``, ascending, of all whole
-    vectors of ``count`` channels.
+    """Compute ``filters[taps] + sum over missing <= k < taps of filters[k] * source k``, ascending, of all whole
+    vectors of ``count`` channels."""
+    return _vectors(filters, sources, out, activated=False)
+
+
+@intrinsic
+def activated_vectors(typingctx: Any, filters: Any, sources: Any, missing: Any, taps: Any, count: Any, out: Any) -> Any:
+    """Compute silu of what `conv_vectors` computes."""
+    return _vectors(filters, sources, out, activated=True)
+
+
+def _vectors(filters: Any, sources: Any, out: Any, activated: bool) -> Any:
+    """Return signature and code of the two.
 
     A vector is read, summed and written at once: products wait for windows, which come from memory, while exponentials
     of others are computed.
@@ -215,8 +230,10 @@ def conv_vectors(typingctx: Any, filters: Any, sources: Any, missing: Any, taps:
                 return [fma_of_vectors(builder, of_filter(k, lane), read, sums[0])]
 
             (total,) = accumulate(builder, builder.sub(last, first), [of_filter(last, lane)], tap)
-            share = builder.fdiv(one, builder.fadd(one, exponential(builder, builder.fneg(total))))
-            store_vector(builder, builder.fmul(total, share), builder.gep(results, [lane]), out.dtype)
+            if activated:
+                share = builder.fdiv(one, builder.fadd(one, exponential(builder, builder.fneg(total))))
+                total = builder.fmul(total, share)
+            store_vector(builder, total, builder.gep(results, [lane]), out.dtype)
             return nothing
 
         accumulate(builder, builder.sdiv(many, index(LANES)), [], vector)
@@ -274,7 +291,7 @@ def _copy(source: Any, target: Any) -> None:
 
 
 def conv_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int, silu: bool
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.conv_forward`."""
     saved = x, weight, bias
@@ -291,14 +308,14 @@ def conv_forward(
             kept = context.states.checkpoints[layer].window.data_ptr()
     convolve_rows(
         rows * width * taps, (x.data_ptr(), stride, weight.data_ptr(), bias.data_ptr(), out.data_ptr()),
-        (rows, width, taps), context.layout_at, (grid, windows, block_windows),
+        (rows, width, taps, int(silu)), context.layout_at, (grid, windows, block_windows),
         (*captures, kept), (kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype)),
     )  # fmt: skip
     return out, saved
 
 
 def conv_backward(
-    saved: Saved, grad: torch.Tensor, context: ForwardContext
+    saved: Saved, grad: torch.Tensor, context: ForwardContext, silu: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implement `Operations.conv_backward`."""
     x, weight, bias = saved
@@ -306,9 +323,11 @@ def conv_backward(
     taps = weight[:, 0, :].float().t()
     inputs = x.float()
     shifted = [_back(inputs, sequence, within, len(taps) - 1 - k) for k in range(len(taps))]
-    before = bias.float() + sum(part * tap for part, tap in zip(shifted, taps, strict=True))
-    gate = torch.sigmoid(before)
-    upstream = grad.float() * gate * (1 + before * (1 - gate)) * (sequence >= 0)[:, None]
+    upstream = grad.float() * (sequence >= 0)[:, None]
+    if silu:
+        before = bias.float() + sum(part * tap for part, tap in zip(shifted, taps, strict=True))
+        gate = torch.sigmoid(before)
+        upstream = upstream * gate * (1 + before * (1 - gate))
     grad_x = torch.zeros_like(inputs)
     for k, tap in enumerate(taps):
         distance = len(taps) - 1 - k

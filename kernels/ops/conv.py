@@ -1,4 +1,5 @@
-"""Compute the depthwise causal convolution with bias and silu over ragged sequences, with autograd.
+"""Compute the depthwise causal convolution with bias, and silu or nothing behind it, over ragged sequences, with
+autograd.
 
 Contract: a row depends on the K - 1 inputs of its own sequence before it and on itself, be they rows of this call or
 of earlier ones (the window in the state memory). One call for all sequences; float32 inside, rounded once.
@@ -18,9 +19,10 @@ from samebit.kernels.ops.errors import changed_dtype
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, layer: int
-) -> torch.Tensor:
-    """Compute ``silu(conv(x) + bias)``, each channel by itself.
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, layer: int, *,
+    silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Compute ``silu(conv(x) + bias)``, each channel by itself; without ``silu``, ``conv(x) + bias``.
 
     Args:
         x: ``[T, W]`` float32 or bfloat16, rows may be strided.
@@ -28,6 +30,7 @@ def causal_conv(
         bias: ``[W]`` or None.
         context: the layout of the T rows. With states (rollout) no gradient flows and the windows move on.
         layer: which part of the state memory is its own.
+        silu: what stands behind the sum is activated, before it is rounded.
 
     Returns:
         ``[T, W]`` contiguous, same dtype; zero for padding rows.
@@ -43,9 +46,9 @@ def causal_conv(
     if context.states is not None:
         _check_memory(x, (taps - 1, width), context.states.layers[layer], context)
     elif torch.is_grad_enabled():
-        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context, layer)
+        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context, layer, silu)
         return out
-    return operations_for(x).conv_forward(x, weight, bias, context, layer)[0]
+    return operations_for(x).conv_forward(x, weight, bias, context, layer, silu)[0]
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int, int]:
@@ -78,15 +81,16 @@ def _check_memory(x: torch.Tensor, window: tuple[int, int], memory: LayerStates,
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int,
+        silu: bool,
+    ) -> torch.Tensor:  # fmt: skip
         kernels = ctx.kernels = operations_for(x)
-        out, saved = kernels.conv_forward(x, weight, bias, context, layer)
+        out, saved = kernels.conv_forward(x, weight, bias, context, layer, silu)
         ctx.save_for_backward(*saved)
-        ctx.layout = context
+        ctx.layout, ctx.silu = context, silu
         return out
 
     @staticmethod
     @plain_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        return *ctx.kernels.conv_backward(ctx.saved_tensors, grad, ctx.layout), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        return *ctx.kernels.conv_backward(ctx.saved_tensors, grad, ctx.layout, ctx.silu), None, None, None

@@ -166,11 +166,13 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.conv
     def conv_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, layer: int
+        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, layer: int, silu: bool
     ) -> tuple[Tensor, Saved]:
-        """Convolve and activate; the windows of the layer with this number move on."""
+        """Convolve, and activate where there is silu; the windows of the layer with this number move on."""
 
-    def conv_backward(self, saved: Saved, grad: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def conv_backward(
+        self, saved: Saved, grad: Tensor, context: ForwardContext, silu: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of x, weight and bias."""
 
     # samebit.kernels.ops.ssd

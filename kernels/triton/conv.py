@@ -1,4 +1,5 @@
-"""Compute the depthwise causal convolution with bias and silu over ragged sequences, one row at a time.
+"""Compute the depthwise causal convolution with bias, and silu or nothing behind it, over ragged sequences, one row at
+a time.
 
 An element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs come from: the
 rows of this call or the window of those before it. Inputs before position 0 are left out.
@@ -17,20 +18,21 @@ from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
 def conv_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int, silu: bool
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.conv_forward`."""
     rows = with_aligned_rows(x)
     if context.states is None:
-        return _convolve(rows, weight, bias, context, rows), (x, weight, bias)
-    out = _convolve(rows, weight, bias, context, context.states.layers[layer].window)
+        return _convolve(rows, weight, bias, context, rows, silu), (x, weight, bias)
+    out = _convolve(rows, weight, bias, context, context.states.layers[layer].window, silu)
     _move_windows(rows, context, layer)
     return out, ()
 
 
 def _convolve(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, windows: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, windows: torch.Tensor,
+    silu: bool,
+) -> torch.Tensor:  # fmt: skip
     """Convolve; ``windows`` are read where a sequence began before this call, so not in a training call."""
     rows, width = x.shape
     layout = context.on_device
@@ -39,7 +41,7 @@ def _convolve(
     if rows:
         _convolve_row[(rows, ceil_div(width, ELEMENTS))](
             x, taps, aligned(bias.float()), layout.sequences, layout.within, layout.starts, layout.slots, windows, out,
-            x.stride(0), width, len(taps), ELEMENTS,
+            x.stride(0), width, len(taps), ELEMENTS, silu,
         )  # fmt: skip
     return out
 
@@ -48,6 +50,7 @@ def _convolve(
 def _convolve_row(
     x: tensor, taps: tensor, bias: tensor, sequences: tensor, within: tensor, starts: tensor, slots: tensor,
     windows: tensor, out: tensor, STRIDE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
+    SILU: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -65,7 +68,9 @@ def _convolve_row(
             before = tl.load(window + (TAPS - 1 + offset) * WIDTH + channel, mask=held, other=0.0)
             value = tl.where(offset >= 0, here, before).to(tl.float32)
             acc += tl.load(taps + k * WIDTH + channel, mask=real, other=0.0) * value
-    tl.store(out + row * WIDTH + channel, (acc * sigmoid(acc)).to(out.dtype.element_ty), mask=real)
+    if SILU:
+        acc = acc * sigmoid(acc)
+    tl.store(out + row * WIDTH + channel, acc.to(out.dtype.element_ty), mask=real)
 
 
 def _move_windows(x: torch.Tensor, context: ForwardContext, layer: int) -> None:

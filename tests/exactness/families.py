@@ -364,14 +364,42 @@ _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
     **(_KIMI if find_spec("transformers.models.kimi_linear") else {}),
 }
 
+_SHORT_CONV: dict[str, tuple[str, dict[str, Any]]] = {
+    "Lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 40,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 7,
+            "block_ffn_dim_multiplier": 1.1,
+        },
+    ),
+    "Lfm2, biases, four taps": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SHORT_CONVS = tuple(_SHORT_CONV)
+"""Lists families with gated short convolutions."""
+
 KIMI = tuple(name for name in _KIMI if name in _DELTA)
 """Lists those of transformers 5.23 that there are."""
 
 DELTAS = tuple(_DELTA)
 """Lists families with Gated DeltaNet layers."""
 
-HYBRIDS = (*_HYBRID, *(DELTAS if CAMPAIGN else DELTAS[:1]))
-"""Lists families with states; all with Gated DeltaNet layers under `make soak`, otherwise the first of them."""
+HYBRIDS = (*_HYBRID, *((*DELTAS, *SHORT_CONVS) if CAMPAIGN else DELTAS[:1]))
+"""Lists families with states; under `make soak` all with Gated DeltaNet layers and with gated short convolutions,
+otherwise the first of these."""
 
 DIFFERENT_HYBRIDS = (
     "NemotronH",
@@ -383,6 +411,7 @@ DIFFERENT_HYBRIDS = (
     "Zamba2, adapters, rotary",
     "Mamba2",
     "Qwen3Next",
+    "Lfm2",
 )
 """Lists those of `HYBRIDS` that have a forward of their own: the others are these with another option."""
 
@@ -437,7 +466,7 @@ def _config_class(family: str) -> type:
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = {**_OWN, **RELATIVES, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA}[name]
+    family, own = {**_OWN, **RELATIVES, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA, **_SHORT_CONV}[name]
     fields = {**_COMMON, **own, **changes}
     if family == "Mamba2":
         fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}

@@ -10,7 +10,7 @@ from ..campaign import CAMPAIGN
 from .families import make_model
 from .relatives import MIXTURES
 
-LAYERS = ["q_proj", "k_proj", "v_proj", "in_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = ["q_proj", "k_proj", "v_proj", "in_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"]
 """Names layers that some family has: the mixer's, the attention's, those of MLPs and of shared experts."""
 
 AROUND_EXPERTS = (
@@ -20,7 +20,7 @@ AROUND_EXPERTS = (
 """Lists families whose MLPs' names are also those of their experts, which peft takes as parameters."""
 
 FAMILIES = (
-    *("Qwen3", "Gemma3", "Phi3", "NemotronH, experts", "GraniteMoeHybrid", "Zamba2", "OlmoHybrid", "Qwen3_5"),
+    *("Qwen3", "Gemma3", "Phi3", "NemotronH, experts", "GraniteMoeHybrid", "Zamba2", "OlmoHybrid", "Qwen3_5", "Lfm2"),
     *AROUND_EXPERTS,
 )
 PROJECTIONS = (

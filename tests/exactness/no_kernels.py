@@ -120,7 +120,7 @@ class NoKernels:
     def gradients_of_heads(self, x: Tensor, weight: Tensor, grad: Tensor, transposed: bool, needed: Any) -> Any:
         return tuple(part if asked else None for part, asked in zip(like(x, weight, grad), needed, strict=False))
 
-    def conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor, context: Any, layer: int) -> Any:
+    def conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor, context: Any, layer: int, silu: bool) -> Any:
         return like(x, weight, bias)[0], (x, weight, bias)
 
     def scan_forward(self, xbc: Tensor, *others: Any) -> Any:

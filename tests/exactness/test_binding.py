@@ -22,6 +22,7 @@ from .families import (
     HYBRIDS,
     LATENTS,
     MAX_LEN,
+    SHORT_CONVS,
     SPARSE,
     VOCAB,
     bound_model,
@@ -39,7 +40,7 @@ LONGROPE = {
 }
 
 
-EVERY_FAMILY = (*FAMILIES, *LATENTS, *SPARSE, *HYBRIDS, *DELTAS)
+EVERY_FAMILY = (*FAMILIES, *LATENTS, *SPARSE, *HYBRIDS, *DELTAS, *SHORT_CONVS)
 MAMBA, ATTENTION = "(mamba|linear_attention)", "(full_)?attention"
 """Names these layers as configs did before transformers 5.13, and as they do since."""
 GRANITES = f"{MAMBA}, (attention, )?full_attention"

@@ -144,12 +144,16 @@ def sampling_distribution(
     return out / out.sum()
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute silu of the depthwise causal convolution of a sequence; ``x``: ``[T, W]``, ``weight``: ``[W, 1, K]``."""
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = True
+) -> torch.Tensor:
+    """Compute the depthwise causal convolution of a sequence, and silu of it; ``x``: ``[T, W]``, ``weight``: ``[W, 1,
+    K]``."""
     taps = weight.shape[-1]
     padded = torch.nn.functional.pad(x.double(), (0, 0, taps - 1, 0))
     out = torch.stack([(padded[t : t + taps] * weight[:, 0].double().T).sum(0) for t in range(len(x))])
-    return torch.nn.functional.silu(out if bias is None else out + bias.double())
+    out = out if bias is None else out + bias.double()
+    return torch.nn.functional.silu(out) if silu else out
 
 
 def ssm_scan(

@@ -31,6 +31,14 @@ class BindingError(ValueError):
 
 
 @dataclass(frozen=True)
+class AttentionNames:
+    """Names modules of an attention: the norms of heads of queries and keys, and the projection of the result."""
+
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    out: str = "o_proj"
+
+
+@dataclass(frozen=True)
 class RotationFamily:
     """Describes how one family's attention rotates queries and keys.
 
@@ -79,6 +87,7 @@ class AttentionFamily:
         scaled_queries: queries are multiplied by ``1 + beta log(1 + position // n)``; beta and n are the
             ``llama_4_scaling_beta`` and ``original_max_position_embeddings`` of the config's ``rope_parameters``.
         rotation: of its queries and keys.
+        names: of its modules.
     """
 
     qk_norm: Literal["none", "head", "full", "rotated"] = "none"
@@ -92,6 +101,7 @@ class AttentionFamily:
     soft_capped: bool = False
     scaled_queries: bool = False
     rotation: RotationFamily = RotationFamily()
+    names: AttentionNames = AttentionNames()
 
 
 @dataclass(frozen=True)
@@ -109,11 +119,17 @@ class MLPFamily:
 
     Attributes:
         form: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
-        activation: the config's name for it.
+        activation: the config's name for it; empty where it always is silu.
+        names: of gate, up and down, where these are three.
     """
 
     form: Literal["separate", "fused", "input_linear", "plain"] = "separate"
     activation: str = "hidden_act"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def activation_of(self, config: dict[str, Any]) -> str:
+        """Return the activation that a config says."""
+        return config[self.activation] if self.activation else "silu"
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,8 @@ class LayerFamily:
         masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
         window_switch: the config's key for whether the attention of a sliding layer has a window, which its mask always
             has; empty where both agree.
+        short_conv: ends the class name of a gated short convolution, which some have instead of attention; empty for
+            none.
     """
 
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -153,6 +171,7 @@ class LayerFamily:
     pre_norm: bool = False
     masks_since: tuple[int, int] = (5, 13)
     window_switch: str = ""
+    short_conv: str = ""
 
     @property
     def allowed(self) -> tuple[str, ...]:

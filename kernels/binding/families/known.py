@@ -8,8 +8,11 @@ from samebit.kernels.binding.families.family import Family
 from samebit.kernels.binding.families.latents import LATENTS
 from samebit.kernels.binding.families.mambas import MAMBAS
 from samebit.kernels.binding.families.mixtures import MIXTURES
+from samebit.kernels.binding.families.short_convs import SHORT_CONVS
 
-FAMILIES = {family.model_class: family for family in (*DENSE, *MIXTURES, *LATENTS, *MAMBAS, *DELTAS)}
+_LISTED = (*DENSE, *MIXTURES, *LATENTS, *MAMBAS, *DELTAS, *SHORT_CONVS)
+
+FAMILIES = {family.model_class: family for family in _LISTED}
 """Finds a family by the class name of its causal language model."""
 
 _WITH_VISION = tuple(family for family in FAMILIES.values() if family.wrapped is not None)

@@ -155,7 +155,7 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         )  # fmt: skip
         _convolve(
             shared(rows * channels * sizes.taps, threads), (rooms.qkv, channels, taps, rooms.no_bias, rooms.convolved),
-            (rows, channels, sizes.taps), layout, (step.block_size, memory.windows, memory.block_windows),
+            (rows, channels, sizes.taps, 1), layout, (step.block_size, memory.windows, memory.block_windows),
             (*captures, memory.captured_windows), (kind, kind, kind),
         )  # fmt: skip
         if sizes.gates_in_float32 > 0:

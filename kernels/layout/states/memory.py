@@ -4,7 +4,7 @@ Per layer, with ``b`` the last boundary of the arithmetic's chunks (`SCAN_CHUNK`
 end, a slot holds:
 
 * ``state``: the float32 state as of ``b``;
-* the tail: what the kind of layer keeps of the tokens from ``b`` on (`mamba`, `delta`);
+* the tail: what the kind of layer keeps of the tokens from ``b`` on (`mamba`, `delta`; `conv` has neither);
 * ``window``: the last K - 1 inputs of the convolution before the end; which row holds which is the kernels' own affair;
 * ``block_state`` and ``block_window``: both as of the last *block* boundary, for a checkpoint of it when the sequence
   stops later.

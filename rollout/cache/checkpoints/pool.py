@@ -1,4 +1,5 @@
-"""Manage checkpoints of the recurrent state (Mamba2, Gated DeltaNet): which block has one, and which slots they are in.
+"""Manage checkpoints of the recurrent state (Mamba2, Gated DeltaNet, windows of convolutions): which block has one, and
+which slots they are in.
 
 Beside them the slots that keep the whole live state of a prompt, for samples that begin later.
 

@@ -47,6 +47,7 @@ from samebit.kernels.layout.options import (
     RoutingOptions,
     SSMOptions,
 )
+from samebit.kernels.layout.states.conv import ConvShape
 from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
@@ -337,7 +338,7 @@ def mamba() -> None:
         scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
 
 
-def with_states(shape: SSMShape | DeltaShape, dtype: torch.dtype) -> ForwardContext:
+def with_states(shape: SSMShape | DeltaShape | ConvShape, dtype: torch.dtype) -> ForwardContext:
     """Lay out two sequences of recurrent layers: one goes on with three tokens, another begins with seventeen."""
     return ForwardContext(
         positions=torch.zeros(20, dtype=torch.int64),
@@ -349,6 +350,20 @@ def with_states(shape: SSMShape | DeltaShape, dtype: torch.dtype) -> ForwardCont
         block_size=64,
         states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
     )
+
+
+def short_convs() -> None:
+    """Compile the convolution without silu of LFM2's layers, forward with windows, and gradients."""
+    width, taps = 2048, 3
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.zeros(width, 1, taps, dtype=dtype)
+        context = with_states(ConvShape(width, taps), dtype)
+        causal_conv(torch.zeros(20, width, dtype=dtype), weight, None, context, 0, silu=False)
+        context = training_context((1, 70), None, None)
+        both_ways(
+            lambda x, w, b, context=context: causal_conv(x, w, b, context, 0, silu=False), (70, width),
+            (width, 1, taps), (width,), dtype=dtype,
+        )  # fmt: skip
 
 
 def mamba_gradients() -> None:
@@ -581,7 +596,7 @@ def smaller_cards() -> None:
     """Compile kernels whose tiles are not in the file for an A100 and an RTX 4090, under `make soak`."""
     for name in ("sm_80", "sm_89") if CAMPAIGN else ():
         take_tiles_of(name)
-        for part in (latents, sparse, mamba, mamba_gradients, delta, delta_gradients):
+        for part in (latents, sparse, mamba, mamba_gradients, short_convs, delta, delta_gradients):
             part()
 
 
@@ -598,6 +613,7 @@ if __name__ == "__main__":
         vocabulary,
         mamba,
         mamba_gradients,
+        short_convs,
         small_states,
         delta,
         delta_gradients,

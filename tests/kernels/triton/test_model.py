@@ -25,11 +25,10 @@ from .gpu import DEVICE
 
 WHOLE = CAMPAIGN or DEVICE == "cuda"
 long = pytest.mark.skipif(not WHOLE, reason="make soak: many steps in the interpreter")
-NAMES = (
-    ("Gemma3", "Glm4", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", *KIMI)
-    if WHOLE
-    else ("NemotronH",)
-)
+NAMES = ("NemotronH",)
+if WHOLE:
+    NAMES = ("Gemma3", "Glm4", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", "Lfm2")
+    NAMES += KIMI
 SMALLER = {
     "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
 }

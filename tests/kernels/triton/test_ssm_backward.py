@@ -142,14 +142,15 @@ def test_the_same_gradients_each_time(sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "taps", "dtype", "lengths"),
+    ("width", "taps", "dtype", "lengths", "silu"),
     [
-        (37, 4, torch.float32, (1, 2, 3, 63, 64, 65)), (100, 2, torch.bfloat16, (130, 1)),
-        (8, 3, torch.float16, (5, 2)), (72, 1, torch.float32, (3, 70)),
+        (37, 4, torch.float32, (1, 2, 3, 63, 64, 65), True), (100, 2, torch.bfloat16, (130, 1), True),
+        (8, 3, torch.float16, (5, 2), True), (72, 1, torch.float32, (3, 70), True),
+        (37, 3, torch.float32, (65, 1, 2), False), (100, 4, torch.bfloat16, (66,), False),
     ],
 )  # fmt: skip
 def test_gradients_of_the_convolution_are_near_the_oracle(
-    width: int, taps: int, dtype: torch.dtype, lengths: tuple[int, ...]
+    width: int, taps: int, dtype: torch.dtype, lengths: tuple[int, ...], silu: bool
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(sum(lengths), width).to(dtype)
@@ -160,7 +161,7 @@ def test_gradients_of_the_convolution_are_near_the_oracle(
     leaves = [joined, weight.to(DEVICE, copy=True).requires_grad_(), bias.to(DEVICE, copy=True).requires_grad_()]
 
     def gradients() -> list[torch.Tensor]:
-        out = causal_conv(joined[:, :width], *leaves[1:], context, 0)
+        out = causal_conv(joined[:, :width], *leaves[1:], context, 0, silu=silu)
         return [part.cpu() for part in torch.autograd.grad(out, leaves, spread(upstream, real))]
 
     mine = gradients()
@@ -168,6 +169,6 @@ def test_gradients_of_the_convolution_are_near_the_oracle(
     assert not mine[0][~real].any(), "of padding rows"
     mine[0] = mine[0][real][:, :width]
     theirs = exact([x, weight, bias])
-    out = torch.cat([reference.causal_conv(part, *theirs[1:]) for part in theirs[0].split(lengths)])
+    out = torch.cat([reference.causal_conv(part, *theirs[1:], silu=silu) for part in theirs[0].split(lengths)])
     for one, other in zip(mine, torch.autograd.grad(out, theirs, upstream.double()), strict=True):
         assert_near(one, other, FACTOR[dtype])
