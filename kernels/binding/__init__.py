@@ -5,7 +5,8 @@ The way through: `binding` is the door; `plan` walks the modules and finds for e
 `modules`, where `residual` lets a sum wait for its norm, and in `causal_lm`, whose logits end in `epilogue`.
 `bound_record` checks that modules are still what was bound, `users` knows which objects use one model. `mamba`,
 `delta`, `short_conv`, `latent` and `experts` are layers of those kinds (`recurrent_plan`: what plans of the first
-three share), `layers` are whole decoder layers in one call, `lora` is adapters, `trainer` is a trainer's side.
+three share), `gemma` is what only Gemma 4 has, `layers` are whole decoder layers in one call, `lora` is adapters,
+`trainer` is a trainer's side.
 
 Imports `samebit.kernels.ops`, `samebit.kernels.layout` and transformers; knows neither device's kernels.
 """

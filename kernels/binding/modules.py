@@ -49,9 +49,9 @@ KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
 time than what computes them, 0.1 ms of a step."""
 
-_CACHES = ("cache", "past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params", "shared_kv_states")
 """Names the argument of a Hugging Face cache: that of all families since transformers 5.24, and before it that of most
-families and that of Mamba2."""
+families and that of Mamba2; and that of the keys and values that Gemma 4's layers share."""
 _OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """Names arguments that tell other kernels where the sequences of a packed batch begin."""
 _GENERATE = "generate with samebit.rollout.RolloutWorker"
@@ -80,6 +80,8 @@ class DecoderFacts:
         pre_norm: it is of layers that `layers.decoder` runs.
         adapters: those that peft has put into it; None without any.
         float32_residual: what goes from layer to layer is float32, whatever the weights are.
+        layer_inputs: each layer takes an embedding of its own of the tokens.
+        drops_rows: its class leaves rows out of layers that read the keys of others, where no logits are made of them.
     """
 
     attends: bool
@@ -88,6 +90,8 @@ class DecoderFacts:
     pre_norm: bool = False
     adapters: PeftAdapters | None = None
     float32_residual: bool = False
+    layer_inputs: bool = False
+    drops_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class AttentionFacts:
     fused: bool
     qk_norm: str
     options: AttentionOptions
-    names: AttentionNames
+    names: AttentionNames = AttentionNames()
     key_multiplier: float = 1.0
     adapter: int = -1
     sinks: bool = False
@@ -188,6 +192,8 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     context = installed or training_context(tuple(ids.shape), mask, positions, ids.device)
     if len(context.positions) != ids.numel():
         raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")
+    if self.samebit.layer_inputs and kwargs.get("inputs_embeds") is not None and kwargs.get("per_layer_inputs") is None:
+        raise ValueError("inputs_embeds without per_layer_inputs, which are looked up by token ids: give input_ids")
     casts = torch.is_autocast_enabled(ids.device.type)
     if casts:
         warnings.warn(
@@ -205,6 +211,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
         positions = LayoutPositions.of(context, positions)
     kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)
+    kwargs.update({"logits_to_keep": None} if facts.drops_rows else {})  # no number: all rows are computed
     with ExitStack() as stack:
         stack.enter_context(use_context(context))
         if ids.is_cuda:
@@ -242,6 +249,8 @@ def _refuse_unsupported(ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         raise ValueError(_NO_WEIGHTS.format("output_attentions=True"))
+    if kwargs.get("return_shared_kv_states"):
+        raise ValueError("return_shared_kv_states=True: a bound model hands out no keys and values")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal=False: a bound model attends to no later token; allowed: True, or none given")
 
@@ -351,7 +360,7 @@ def attention_forward(
     if facts.qk_norm == "head":
         apart = turns is None or facts.neighbours or facts.key_multiplier != 1.0
         both = tuple(self._modules[name] for name in facts.names.norms)
-        norms = None if apart else _norms_of_heads(*both)
+        norms = None if apart else norms_of_heads(*both)
         if norms is None:
             q, k = both[0](q), both[1](k)
     q = scale_queries(q, tables) if facts.scaled_queries else q
@@ -395,7 +404,7 @@ def _queries_keys_values(
     return q, gate, k, v
 
 
-def _norms_of_heads(of_queries: Any, of_keys: Any) -> HeadNorms | None:
+def norms_of_heads(of_queries: Any, of_keys: Any) -> HeadNorms | None:
     """Return what normalises the heads of queries and keys; None if a call of either norm does more than that."""
     facts, others = (vars(norm).get("samebit") for norm in (of_queries, of_keys))
     if not isinstance(facts, NormFacts) or facts != others or is_hooked(of_queries) or is_hooked(of_keys):

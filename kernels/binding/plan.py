@@ -1,6 +1,7 @@
 """Plan which forward each module of a model gets; `bind` carries the plan out."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families.family import BindingError, Family, frequencies_by_alpha
+from samebit.kernels.binding.gemma.plan import GemmaPlan
 from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.layers.attention import facts_of
 from samebit.kernels.binding.layers.known import LayerFacts
@@ -29,7 +31,7 @@ from samebit.kernels.binding.mamba.plan import MambaPlan
 from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.binding.short_conv.plan import ShortConvPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
-from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
+from samebit.kernels.layout.kv_pages import PageLayout, layout_of_heads
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.rope import QueryFactors
@@ -58,23 +60,26 @@ class Plan:
         self.facts: dict[str, Any] = config.to_dict()
         self.exact = exact
         self.wrapping = wrapping_module(family, model)
-        self.unreached = modules_of_vision(self.wrapping)
         self.attentions: list[bound.AttentionFacts] = []
-        self.rotated: list[tuple[int, float]] = []
+        self.rotated: list[tuple[str, int, float]] = []
         self.mixers = _recurrent_plan(family, config, ssm_chunk)
+        self.gemma = GemmaPlan(family, config, self.attentions, exact) if family.attention.by_layer_type else None
         self.lora = AdapterPlan()
         self.latent = None if family.latent is None else LatentPlan(family.prefix, family.latent, config)
         self.experts = (
             None if family.experts is None else ExpertPlan(family.prefix, family.experts, config, self._activation)
         )
 
+    @cached_property
+    def unreached(self) -> frozenset[nn.Module]:
+        """Return the modules of vision."""
+        return modules_of_vision(self.wrapping)
+
     def kv_layout(self) -> PageLayout:
         """Return the layout of the KV, or of the latents, of the attention layers found."""
         if self.latent is not None:
             return self.latent.layout()
-        if not self.attentions:
-            return KVLayout(0, 0, 0)
-        return KVLayout(len(self.attentions), self.attentions[0].kv_heads, self.attentions[0].head_dim)
+        return layout_of_heads([(facts.kv_heads, facts.head_dim) for facts in self.attentions])
 
     def state_layout(self) -> StateLayout | None:
         """Return the layout of the states of the recurrent layers found; None without any."""
@@ -82,7 +87,8 @@ class Plan:
 
     def route_layout(self) -> RouteLayout | None:
         """Return the layout of notes of what routers choose; None without routers, or where torch computes them."""
-        return None if self.experts is None or not self.exact else self.experts.route_layout()
+        experts = self.experts if self.gemma is None else self.gemma.experts
+        return None if experts is None or not self.exact else experts.route_layout()
 
     def of_model(self, model: nn.Module, parts: Attachments) -> list[tuple[nn.Module, Attachment]]:
         """Return what can be bound only when all modules are known: the decoder, its layers, the head, and the whole.
@@ -106,6 +112,8 @@ class Plan:
             wrapped=self.family.wrapped is not None,
             pre_norm=self._pre_norm,
             adapters=self.lora.adapters(),
+            layer_inputs=self.gemma is not None and self.gemma.has_layer_inputs,
+            drops_rows=self.gemma is not None and self.gemma.drops_rows(model),
             float32_residual=any(vars(module).get("residual_in_fp32", False) for module in model.modules()),
         )
         decoder = Attachment(bound.decoder_forward, facts)
@@ -194,7 +202,9 @@ class Plan:
         return wrapped
 
     def _of_attention(self, name: str, module: nn.Module) -> Attachment | None:
-        """Plan attention, or a part of one over latents."""
+        """Plan attention, or a part of one over latents; of Gemma 4 what only it has."""
+        if self.gemma is not None:
+            return self.gemma.part(name, module)
         if type(module).__name__ == self.family.class_name("Attention"):
             if self.latent is not None:
                 return self.latent.attention(name, module)
@@ -207,8 +217,7 @@ class Plan:
         return self.mixers.mixer(name, module) if self.mixers.is_mixer(module) else None
 
     def _of_angles(self, _name: str, module: nn.Module) -> Attachment | None:
-        kinds = [self.family.class_name(part) for part in ("RotaryEmbedding", "TextRotaryEmbedding")]
-        known = type(module).__name__ in kinds
+        known = type(module).__name__ in self.family.class_names("RotaryEmbedding")
         return Attachment(bound.rotary_forward, self._rotary(module)) if known else None
 
     def _of_embedding(self, name: str, module: nn.Module) -> Attachment | None:
@@ -220,7 +229,8 @@ class Plan:
             )
         if type(module).__name__ != self.family.scaled_embedding:
             return None
-        return Attachment(bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5))
+        width = self.config.hidden_size if self.gemma is None else self.gemma.embedded_width(name, module)
+        return Attachment(bound.embedding_forward, bound.EmbeddingFacts(width**0.5))
 
     def _of_experts(self, name: str, _module: nn.Module) -> Attachment | None:
         """Plan a part of a block of experts, which torch computes with ``exact=False``."""
@@ -243,7 +253,7 @@ class Plan:
         family, kind = self.family, type(module).__name__
         if self.experts is not None and self.experts.is_block(module):
             return self.experts.block(name, module)
-        if kind == family.class_name("MLP"):
+        if kind in family.class_names("MLP"):
             return Attachment(bound.mlp_forward, self._mlp(name, module))
         if kind == family.class_name("RMSNorm"):
             facts = bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)
@@ -256,7 +266,8 @@ class Plan:
         return None
 
     def _needs_no_binding(self, module: nn.Module) -> bool:
-        containers = [*map(self.family.class_name, _CONTAINERS), self.family.whole_class]
+        containers = [name for part in _CONTAINERS for name in self.family.class_names(part)]
+        containers.append(self.family.whole_class)
         idle = isinstance(module, nn.Dropout) and module.p == 0.0
         activation = type(module) is type(ACT2FN[self._activation])  # the bound MLP computes it
         return (
@@ -351,14 +362,16 @@ class Plan:
             kind = parameters["rope_type"]
             compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
             compute = frequencies_by_alpha if kind == "dynamic" else compute  # no other dynamic one is exact
-            arguments = {"layer_type": layer_type} if layer_type else {}
+            config, arguments = self.config, {"layer_type": layer_type} if layer_type else {}
+            if self.gemma is not None:
+                config, arguments = self.gemma.rotary_arguments(layer_type, kind)
             part = parameters.get("partial_rotary_factor", self.facts.get("partial_rotary_factor"))
             part = 1.0 if part is None else part
             if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
                 raise BindingError(f"{self.family.prefix}: partial_rotary_factor={part!r}; allowed: above 0, up to 1")
             with torch.device("cpu"):  # a GPU's powers, where it is torch's default device, are other numbers
-                inverse, factor = compute(self.config, **arguments)
-            self.rotated.append((inverse.numel(), part))
+                inverse, factor = compute(config, **arguments)
+            self.rotated.append((layer_type, inverse.numel(), part))
             frequencies[layer_type] = inverse.to(torch.float32)
             scaling[layer_type] = float(factor)
         scaled = self.family.attention.scaled_queries
@@ -371,14 +384,15 @@ class Plan:
             BindingError: sizes that can not be computed, by their numbers.
         """
         if self.latent is not None:
-            self.latent.check_rotated([pairs for pairs, _ in self.rotated])
+            self.latent.check_rotated([pairs for _, pairs, _ in self.rotated])
         heads, kv_heads = self.facts.get("num_attention_heads"), self.facts.get("num_key_value_heads")
         if self.attentions and heads and kv_heads and heads % kv_heads:
             raise BindingError(
                 f"{self.family.prefix}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
-        for size in {facts.head_dim for facts in self.attentions}:
-            for pairs, part in self.rotated:
+        sizes = {facts.head_dim for facts in self.attentions}
+        for layer_type, pairs, part in self.rotated:
+            for size in sizes if self.gemma is None else self.gemma.sizes[layer_type]:
                 self._check_rotated(size, pairs, part)
 
     def _check_rotated(self, size: int, pairs: int, part: float) -> None:

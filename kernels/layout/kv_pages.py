@@ -6,6 +6,7 @@ rotated key, side by side. A layer with an indexer has a second tensor behind th
 index]``. Block 0 is the null block: padding rows write there and it is never read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,36 @@ class KVLayout:
         """Allocate zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
         shape = (num_blocks + 1, self.num_kv_heads, 2, self.head_dim * block_size)
         return tuple(zeroed_pool(shape, dtype, device) for _ in range(self.num_layers))
+
+
+@dataclass(frozen=True)
+class MixedLayout:
+    """Describes the shape of KV memory whose layers differ: ``heads`` holds of each its KV heads, and their size."""
+
+    heads: tuple[tuple[int, int], ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of attention layers."""
+        return len(self.heads)
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block over all layers, keys and values."""
+        return sum(count * size for count, size in self.heads) * 2 * block_size * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> tuple[torch.Tensor, ...]:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
+        shapes = [(num_blocks + 1, count, 2, size * block_size) for count, size in self.heads]
+        return tuple(zeroed_pool(shape, dtype, device) for shape in shapes)
+
+
+def layout_of_heads(heads: Sequence[tuple[int, int]]) -> KVLayout | MixedLayout:
+    """Return the layout of attention layers, given of each its KV heads and their size."""
+    if len({*heads}) > 1:
+        return MixedLayout(tuple(heads))
+    return KVLayout(len(heads), *heads[0]) if heads else KVLayout(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -101,5 +132,5 @@ class SparseLayout:
         return tuple(zeroed_pool((num_blocks + 1, block_size, width), dtype, device) for width in self.widths)
 
 
-PageLayout = KVLayout | LatentLayout | SparseLayout
+PageLayout = KVLayout | MixedLayout | LatentLayout | SparseLayout
 """What a block of a model holds."""

@@ -433,7 +433,7 @@ EXPERTS = (
 )
 """Lists families with routed experts."""
 
-WITH_EXPERTS = (*EXPERTS, *LATENTS, *MIXTURES, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
+WITH_EXPERTS = (*EXPERTS, *LATENTS, *MIXTURES, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI, "Gemma4, experts")
 
 _IMAGES = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
 _QWENS_IMAGES = {**_IMAGES, "depth": 1, "num_heads": 2, "out_hidden_size": 200, "num_position_embeddings": 16}
@@ -461,7 +461,7 @@ _NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_hea
 
 
 def _config_class(family: str) -> type:
-    of_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    of_text = family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
     return getattr(transformers, f"{family}TextConfig" if of_text else f"{family}Config")
 
 
@@ -502,6 +502,9 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.mul_(4)
+        for layer in [part for part in model.modules() if "layer_scalar" in part._buffers]:  # Gemma 4's
+            layer.get_buffer("layer_scalar").add_(torch.randn(1) * 0.1)
+            layer.get_parameter("self_attn.q_norm.weight").mul_(0.3)  # nothing else scales its scores
         for holder in _corrections(model):
             holder.e_score_correction_bias.normal_(std=0.1)
     if experts:

@@ -1,5 +1,5 @@
 """Describe small models of families that compute nothing that others do not: they differ in a line or two of
-`kernels/binding/families`.
+`kernels/binding/families`. Gemma 4's own habits have tests of their own beside these (`test_gemma4`).
 """
 
 from typing import Any
@@ -22,6 +22,17 @@ _GRANITE = {
     "logits_scaling": 2.0,
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.2,
+}
+
+_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "head_dim": 20,
+    "global_head_dim": 28,
+    "sliding_window": 20,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
 }
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,6 +148,31 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm": ("Glm", {"head_dim": 52}),
     "Glm4": ("Glm4", {"head_dim": 52, "tie_word_embeddings": True}),
     "Ernie4_5": ("Ernie4_5", {"head_dim": 50, "use_bias": True}),
+    "Gemma4": ("Gemma4", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "Gemma4, inputs of layers, shared keys": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+            "hidden_size_per_layer_input": 30,
+            "vocab_size_per_layer_input": 1009,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "Gemma4, experts": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 50,
+        },
+    ),
     **MIXTURES,
 }
 """Holds, by name, a family and what its config has beside what all have."""

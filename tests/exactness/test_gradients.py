@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from samebit.kernels import bind, token_logprobs
 
 from ..campaign import in_pairs
-from .families import DTYPES, EXPERTS, FAMILIES, LATENTS, make_model, paired, token_ids
+from .families import DTYPES, FAMILIES, LATENTS, WITH_EXPERTS, make_model, paired, token_ids
 from .gradients import FOLLOWED, assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
 from .layouts import LAYOUTS
 from .test_layouts import checkpointing
@@ -30,7 +30,7 @@ the router's weights then have a gradient of other rows (.0051 and .21 were seen
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_near_the_oracle(family: str, dtype: torch.dtype) -> None:
     followed = family in FOLLOWED
-    tolerance = REROUTED if family in EXPERTS and not followed else TOLERANCE
+    tolerance = REROUTED if family in WITH_EXPERTS and not followed else TOLERANCE
     assert_near_the_oracle(family, dtype, SEQUENCES, tolerance[dtype], same_experts=followed)
 
 

@@ -18,7 +18,7 @@ from .relatives import RELATIVES
 
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-NEAR = {torch.float32: 3e-7, torch.bfloat16: 0.02}
+NEAR = {torch.float32: 4e-7, torch.bfloat16: 0.02}
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(list(RELATIVES), DTYPES))

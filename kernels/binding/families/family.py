@@ -88,6 +88,8 @@ class AttentionFamily:
             ``llama_4_scaling_beta`` and ``original_max_position_embeddings`` of the config's ``rope_parameters``.
         rotation: of its queries and keys.
         names: of its modules.
+        by_layer_type: layers of each type have heads of their own number and size, global ones perhaps no values beside
+            their keys, the last perhaps no keys, and those with values a norm of them, as Gemma 4's (`gemma`).
     """
 
     qk_norm: Literal["none", "head", "full", "rotated"] = "none"
@@ -102,6 +104,7 @@ class AttentionFamily:
     scaled_queries: bool = False
     rotation: RotationFamily = RotationFamily()
     names: AttentionNames = AttentionNames()
+    by_layer_type: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,3 +269,7 @@ class Family:
     def class_name(self, part: str) -> str:
         """Return Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
         return self.prefix + part
+
+    def class_names(self, part: str) -> tuple[str, str]:
+        """Return it as it is, and as it may be where the family has other such classes for vision."""
+        return self.class_name(part), self.class_name(f"Text{part}")

@@ -4,7 +4,7 @@ from typing import Any
 
 from samebit.kernels.binding.families.family import Family, LayerFamily
 
-EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Lists the rotary scalings whose frequencies are fixed by the config alone."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -23,7 +23,8 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         parameter_names: of the model's state dict.
     """
     found = [f"dropout ({name}={config[name]}; exact: 0.0)" for name in _DROPOUTS if config.get(name)]
-    if family is None or family.experts is None:
+    # Gemma 4 has such counts without experts too, and experts of its own (`gemma.experts`).
+    if (family is None or family.experts is None) and "enable_moe_block" not in config:
         found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
     if config.get("router_jitter_noise"):
         noise = config["router_jitter_noise"]
@@ -38,7 +39,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         found.append("ALiBi position biases")
     if config.get("kv_lora_rank") and (family is None or family.latent is None):
         found.append(f"latent attention (kv_lora_rank={config['kv_lora_rank']})")
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": of images alone
         found.append("bidirectional attention (use_bidirectional_attention)")
     if not config.get("is_causal", True):  # transformers' masks read it of every config
         found.append(f"bidirectional attention (is_causal={config['is_causal']}; exact: True)")
@@ -49,6 +50,9 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
     if config.get("mamba_ssm_cache_dtype", "float32") != "float32":
         found.append(f"a state that is not float32 (mamba_ssm_cache_dtype={config['mamba_ssm_cache_dtype']})")
     found += _unread_width(family, config)
+    if family is None or not family.attention.by_layer_type:
+        kinds = {"num_kv_shared_layers": "keys of earlier layers", "hidden_size_per_layer_input": "inputs of layers"}
+        found += [f"{kind} ({name}={config[name]}; exact: 0)" for name, kind in kinds.items() if config.get(name)]
     if config.get("quantization_config"):
         found.append("quantized weights (quantization_config)")
     return found

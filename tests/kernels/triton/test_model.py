@@ -25,10 +25,9 @@ from .gpu import DEVICE
 
 WHOLE = CAMPAIGN or DEVICE == "cuda"
 long = pytest.mark.skipif(not WHOLE, reason="make soak: many steps in the interpreter")
-NAMES = ("NemotronH",)
-if WHOLE:
-    NAMES = ("Gemma3", "Glm4", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", "Lfm2")
-    NAMES += KIMI
+GEMMAS = ("Gemma3", "Gemma4, inputs of layers, shared keys", "Gemma4, experts")
+OTHERS = ("Glm4", "GptOss", "NemotronH, experts", "Qwen3_5", "SmolLM3", "Ministral3", "Lfm2", *KIMI)
+NAMES = ("NemotronH", *GEMMAS, *OTHERS) if WHOLE else ("NemotronH",)
 SMALLER = {
     "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
 }
