@@ -5,6 +5,7 @@ from dataclasses import replace
 from samebit.kernels.binding.epilogue import scaled_down, soft_capped, unchanged
 from samebit.kernels.binding.families.family import (
     AttentionFamily,
+    AttentionNames,
     Family,
     LayerFamily,
     MLPFamily,
@@ -16,6 +17,7 @@ from samebit.kernels.binding.families.family import (
 _WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
+_HUNYUANS = AttentionNames(norms=("query_layernorm", "key_layernorm"))
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 _MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
 
@@ -78,7 +80,11 @@ DENSE = (
     ),
     Family("Arcee", unchanged, mlp=MLPFamily("plain"), layers=_PRE_NORM),
     Family("Exaone4", unchanged, attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True))),
-    Family("HunYuanDenseV1", unchanged, attention=AttentionFamily("rotated", rotation=RotationFamily(by_alpha=True))),
+    Family(
+        "HunYuanDenseV1",
+        unchanged,
+        attention=AttentionFamily("rotated", rotation=RotationFamily(by_alpha=True), names=_HUNYUANS),
+    ),
     Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=_PRE_NORM),
     Family("Glm4", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused")),
     Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=_PRE_NORM),

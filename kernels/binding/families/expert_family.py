@@ -10,14 +10,12 @@ class Router:
 
     logits_last: it gives ids, weights and logits, where others give logits, weights and ids.
     handed: its block has the ``e_score_correction_bias``, and hands it to each call.
-    normalises: it divides the weights of a row by their sum, whatever the config says.
     """
 
     name: str = "gate"
     classes: tuple[str, ...] = ("TopKRouter",)
     logits_last: bool = False
     handed: bool = False
-    normalises: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class RotationFamily:
     Attributes:
         neighbours: elements that are rotated together stand side by side, not a half apart.
         switch: a module's attribute for whether it rotates (a NoPE layer does not); empty where all do.
+        width: the key by which published configs say how many elements of a head are rotated, which not every
+            transformers reads; empty for none.
         windows_alone: where the config has a window, only the layers that have it are rotated; their modules say so by
             ``is_sliding``, and hold the window either way.
         by_alpha: a scaling called ``dynamic`` that has an ``alpha`` is another: the alpha alone fixes the frequencies.
@@ -52,6 +54,7 @@ class RotationFamily:
 
     neighbours: bool = False
     switch: str = ""
+    width: str = ""
     windows_alone: bool = False
     by_alpha: bool = False
 
@@ -74,13 +77,11 @@ class AttentionFamily:
 
     Attributes:
         qk_norm: normalise queries and keys not at all, per head, over all heads together, or per head once they are
-            rotated, by ``query_layernorm`` and ``key_layernorm``.
+            rotated.
         qk_norm_switch: the config's key for whether they are normalised; empty where they always are.
         sinks: the softmax has one more score a head, a parameter.
         fused: one ``qkv_proj`` instead of three.
         gated: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
-        rotated_width: the key by which published configs say how many elements of a head are rotated, which not every
-            transformers reads; empty for none.
         rope_per_layer_type: separate rotary frequencies for local and global layers.
         window_of_all: the mask of all layers has the config's window, of which the modules know nothing.
         soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
@@ -97,7 +98,6 @@ class AttentionFamily:
     sinks: bool = False
     fused: bool = False
     gated: bool = False
-    rotated_width: str = ""
     rope_per_layer_type: bool = False
     window_of_all: bool = False
     soft_capped: bool = False

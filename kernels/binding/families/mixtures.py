@@ -42,9 +42,7 @@ MIXTURES = (
         wrapped=VisionFamily("Qwen3VLMoe", text="Qwen3VLMoeText", normalised=True),
     ),
     Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=SOFTMAX, layers=_PRE_NORM),
-    Family(
-        "Mixtral", unchanged, attention=AttentionFamily(window_of_all=True), experts=SOFTMAX_OF_CHOSEN, layers=_PRE_NORM
-    ),
+    Family("Mixtral", unchanged, attention=_WINDOW, experts=SOFTMAX_OF_CHOSEN, layers=_PRE_NORM),
     Family(
         "Glm4Moe",
         unchanged,
@@ -57,8 +55,8 @@ MIXTURES = (
     Family(
         "MiniMaxM2",
         unchanged,
-        attention=AttentionFamily("full", rotated_width="rotary_dim"),
-        experts=ExpertFamily("SparseMoeBlock", "sigmoid", router=Router(handed=True, normalises=True)),
+        attention=AttentionFamily("full", rotation=RotationFamily(width="rotary_dim")),
+        experts=ExpertFamily("SparseMoeBlock", "sigmoid", router=Router(handed=True), normalised=True),
         layers=_PRE_NORM,
     ),
     Family("GraniteMoe", scaled_down, experts=GRANITE),
