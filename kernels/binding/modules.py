@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
-from samebit.kernels.binding.families.family import AttentionNames
 from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
@@ -26,23 +25,16 @@ from samebit.kernels.layout.forward_context import (
     ForwardContext,
     LayoutMask,
     installed_context,
-    layout_of,
     training_context,
     use_context,
 )
-from samebit.kernels.layout.options import AttentionOptions, HeadNorms
 from samebit.kernels.ops.activation import activated, gated
-from samebit.kernels.ops.attention import attention, attention_of_rotated
-from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.norm import layer_norm, rms_norm
 from samebit.kernels.ops.rope import (
     QueryFactors,
     RotaryTables,
     angles_of,
-    heads_in_halves,
     rotary_tables,
-    rotate,
-    scale_queries,
 )
 
 KNOWN_POSITIONS = 1 << 14
@@ -92,35 +84,6 @@ class DecoderFacts:
     float32_residual: bool = False
     layer_inputs: bool = False
     drops_rows: bool = False
-
-
-@dataclass(frozen=True)
-class AttentionFacts:
-    """Holds shapes and options of an attention module; `fused`, `qk_norm` and `names` as in `families.AttentionFamily`.
-
-    Attributes:
-        key_multiplier: factor on the keys.
-        adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
-        sinks: it has a parameter of one more score a head.
-        gated: ``q_proj`` gives each head's query and its gate.
-        scaled_queries: by the factors that come with the angles.
-        rotated: queries and keys are, by the angles that reach the layer with its layout; a NoPE layer's are not.
-        neighbours: elements of queries and keys that are rotated together stand side by side, not in halves.
-    """
-
-    kv_heads: int
-    head_dim: int
-    fused: bool
-    qk_norm: str
-    options: AttentionOptions
-    names: AttentionNames = AttentionNames()
-    key_multiplier: float = 1.0
-    adapter: int = -1
-    sinks: bool = False
-    gated: bool = False
-    scaled_queries: bool = False
-    rotated: bool = True
-    neighbours: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,77 +304,3 @@ def _gated(self: Any, facts: MLPFacts, x: torch.Tensor) -> torch.Tensor:
         gate, up = projections(x, both)
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
     return gated(facts.activation, gate, up)
-
-
-def attention_forward(
-    self: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: RotaryTables | None = None,
-    attention_mask: torch.Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing
-    here."""
-    facts: AttentionFacts = self.samebit
-    tables = position_embeddings if isinstance(position_embeddings, RotaryTables) else None
-    turns, norms = tables if facts.rotated else None, None
-    q, gate, k, v = _queries_keys_values(self, facts, hidden_states)
-    if facts.qk_norm == "head":
-        apart = turns is None or facts.neighbours or facts.key_multiplier != 1.0
-        both = tuple(self._modules[name] for name in facts.names.norms)
-        norms = None if apart else norms_of_heads(*both)
-        if norms is None:
-            q, k = both[0](q), both[1](k)
-    q = scale_queries(q, tables) if facts.scaled_queries else q
-    k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
-    sinks = self.sinks.float() if facts.sinks else None
-    if turns is not None and facts.qk_norm == "rotated":
-        q, k, turns = self.query_layernorm(rotate(q, turns)), self.key_layernorm(rotate(k, turns)), None
-    if turns is None:
-        layout = layout_of(attention_mask) if tables is None else tables.context
-        out = attention(q, k, v, layout, facts.options, sinks)
-    else:
-        if facts.neighbours:
-            q, k = (heads_in_halves(part, turns.cos.shape[1]) for part in (q, k))
-        out = attention_of_rotated(q, k, v, turns, facts.options, sinks, norms)
-    out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
-    return Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self._modules[facts.names.out])), None
-
-
-def _queries_keys_values(
-    self: Any, facts: AttentionFacts, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return queries, their gates or None, keys and values ``[T, heads, D]``, neither normalised a head nor rotated."""
-    if facts.fused:
-        qkv = projection(x, self.qkv_proj)
-        kv_width = facts.kv_heads * facts.head_dim
-        q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
-    else:
-        q, k, v = projections(x, (self.q_proj, self.k_proj, self.v_proj))
-    if facts.adapter >= 0:
-        q = q + self.linear_q_adapter_list[facts.adapter](x)
-        k = k + self.linear_k_adapter_list[facts.adapter](x)
-        v = v + self.linear_v_adapter_list[facts.adapter](x)
-    if facts.qk_norm == "full":
-        q, k = self.q_norm(q), self.k_norm(k)
-    size, gate = facts.head_dim, None
-    k, v = _heads(k, size), _heads(v, size)
-    if facts.gated:
-        q, gate = _heads(q, 2 * size).chunk(2, dim=-1)
-    else:
-        q = _heads(q, size)
-    return q, gate, k, v
-
-
-def norms_of_heads(of_queries: Any, of_keys: Any) -> HeadNorms | None:
-    """Return what normalises the heads of queries and keys; None if a call of either norm does more than that."""
-    facts, others = (vars(norm).get("samebit") for norm in (of_queries, of_keys))
-    if not isinstance(facts, NormFacts) or facts != others or is_hooked(of_queries) or is_hooked(of_keys):
-        return None
-    return HeadNorms(of_queries.weight, of_keys.weight, facts.eps, facts.offset)
-
-
-def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``[T, heads, size]``."""
-    return x.reshape(-1, x.shape[-1] // size, size)

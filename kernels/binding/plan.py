@@ -2,23 +2,23 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.attached import Attachment, Attachments
+from samebit.kernels.binding.attention.forwards import attention_forward
+from samebit.kernels.binding.attention.plan import AttentionPlan
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
 from samebit.kernels.binding.delta.layer import MIXER
 from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
 from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
-from samebit.kernels.binding.families.family import BindingError, Family, frequencies_by_alpha
+from samebit.kernels.binding.families.family import BindingError, Family
 from samebit.kernels.binding.gemma.plan import GemmaPlan
 from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.layers.attention import facts_of
@@ -29,12 +29,11 @@ from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, li
 from samebit.kernels.binding.lora.plan import ADAPTABLE, AdapterPlan
 from samebit.kernels.binding.mamba.plan import MambaPlan
 from samebit.kernels.binding.recurrent_plan import RecurrentPlan
+from samebit.kernels.binding.shared_layer import adapter_of
 from samebit.kernels.binding.short_conv.plan import ShortConvPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
-from samebit.kernels.layout.kv_pages import PageLayout, layout_of_heads
-from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.states.memory import StateLayout
-from samebit.kernels.ops.rope import QueryFactors
 
 _CONTAINERS = (
     "ForCausalLM",
@@ -60,10 +59,11 @@ class Plan:
         self.facts: dict[str, Any] = config.to_dict()
         self.exact = exact
         self.wrapping = wrapping_module(family, model)
-        self.attentions: list[bound.AttentionFacts] = []
-        self.rotated: list[tuple[str, int, float]] = []
+        self.attention = AttentionPlan(family, config)
         self.mixers = _recurrent_plan(family, config, ssm_chunk)
-        self.gemma = GemmaPlan(family, config, self.attentions, exact) if family.attention.by_layer_type else None
+        self.gemma = (
+            GemmaPlan(family, config, self.attention.attentions, exact) if family.attention.by_layer_type else None
+        )
         self.lora = AdapterPlan()
         self.latent = None if family.latent is None else LatentPlan(family.prefix, family.latent, config)
         self.experts = (
@@ -79,7 +79,7 @@ class Plan:
         """Return the layout of the KV, or of the latents, of the attention layers found."""
         if self.latent is not None:
             return self.latent.layout()
-        return layout_of_heads([(facts.kv_heads, facts.head_dim) for facts in self.attentions])
+        return self.attention.kv_layout()
 
     def state_layout(self) -> StateLayout | None:
         """Return the layout of the states of the recurrent layers found; None without any."""
@@ -95,7 +95,9 @@ class Plan:
 
         ``parts``: what `attachment_of` gave for each module.
         """
-        self._check_heads()
+        self.attention.check_heads(None if self.gemma is None else self.gemma.sizes)
+        if self.latent is not None:
+            self.latent.check_rotated([pairs for _, pairs, _ in self.attention.rotated])
         head = Attachment(head_forward, HeadFacts(self.family.epilogue, self.config))
         return [
             *self._decoders(model),
@@ -208,7 +210,7 @@ class Plan:
         if type(module).__name__ == self.family.class_name("Attention"):
             if self.latent is not None:
                 return self.latent.attention(name, module)
-            return Attachment(bound.attention_forward, self._attention(name, module))
+            return Attachment(attention_forward, self.attention.attention(name, module))
         if self.latent is not None and self.latent.computes(name):
             return self.latent.part(name) or _NOTHING
         return None
@@ -218,7 +220,8 @@ class Plan:
 
     def _of_angles(self, _name: str, module: nn.Module) -> Attachment | None:
         known = type(module).__name__ in self.family.class_names("RotaryEmbedding")
-        return Attachment(bound.rotary_forward, self._rotary(module)) if known else None
+        arguments_of = None if self.gemma is None else self.gemma.rotary_arguments
+        return Attachment(bound.rotary_forward, self.attention.rotary(module, arguments_of)) if known else None
 
     def _of_embedding(self, name: str, module: nn.Module) -> Attachment | None:
         """Plan an embedding that does more than look up; one that writes to its weight is refused."""
@@ -279,136 +282,8 @@ class Plan:
 
     def _mlp(self, name: str, module: nn.Module) -> bound.MLPFacts:
         gate, down = (vars(module).get(f"{part}_multiplier", 1.0) for part in ("gate", "down"))
-        adapter = self._adapter(name, module, "gate_up_proj_adapter_list")
+        adapter = adapter_of(self.family.prefix, self.config, name, module, "gate_up_proj_adapter_list")
         return bound.MLPFacts(self._activation, self.family.mlp.form, gate, down, adapter, self.family.mlp.names)
-
-    def _attention(self, name: str, module: nn.Module) -> bound.AttentionFacts:
-        own = vars(module)
-        cap = self.facts["attn_logit_softcapping"] if self.family.attention.soft_capped else None
-        facts = bound.AttentionFacts(
-            kv_heads=self.config.num_key_value_heads,
-            head_dim=own["head_dim"],
-            fused=self.family.attention.fused,
-            qk_norm=self._qk_norm(),
-            sinks=self.family.attention.sinks,
-            gated=self.family.attention.gated,
-            options=AttentionOptions(len(self.attentions), own["scaling"], self._window(own), cap or 0.0),
-            key_multiplier=own.get("key_multiplier", 1.0),
-            adapter=self._adapter(name, module, "linear_q_adapter_list"),
-            scaled_queries=self.family.attention.scaled_queries,
-            rotated=self._is_rotated(own),
-            neighbours=self.family.attention.rotation.neighbours,
-            names=self.family.attention.names,
-        )
-        if facts.qk_norm == "full":
-            self._check_norms(name, module, facts.head_dim)
-        self.attentions.append(facts)
-        return facts
-
-    def _check_norms(self, name: str, module: nn.Module, head_dim: int) -> None:
-        """Check that the norms over all heads are as wide as these are.
-
-        Raises:
-            BindingError: a norm of another width, by name.
-        """
-        for part, heads in (("q", self.config.num_attention_heads), ("k", self.config.num_key_value_heads)):
-            width = module.get_parameter(f"{part}_norm.weight").numel()
-            if width != heads * head_dim:
-                raise BindingError(
-                    f"{self.family.prefix}: {name}.{part}_norm has {width} weights; here {heads} heads of {head_dim} "
-                    f"elements (head_dim) have {heads * head_dim}"
-                )
-
-    def _qk_norm(self) -> Literal["none", "head", "full", "rotated"]:
-        attention = self.family.attention
-        switch = attention.qk_norm_switch
-        return attention.qk_norm if not switch or self.facts[switch] else "none"
-
-    def _adapter(self, name: str, module: nn.Module, adapters: str) -> int:
-        """Return which adapter of a shared layer (Zamba2) this one uses; -1 where it has none."""
-        if adapters not in dict(module.named_children()):
-            return -1
-        layer = next(int(part) for part in name.split(".") if part.isdigit())
-        place: int = self.config.hybrid_layer_ids.index(layer)
-        if isinstance(module.get_submodule(f"{adapters}.{place}"), nn.Identity):
-            raise BindingError(
-                f"{self.family.prefix}: layer {layer} has no adapter of its own (num_mem_blocks="
-                f"{self.config.num_mem_blocks}, hybrid layers {self.config.hybrid_layer_ids}); Hugging Face can not "
-                "run this layout either"
-            )
-        return place
-
-    def _window(self, attention: dict[str, Any]) -> int:
-        """Return how many tokens an attention with these attributes looks back at, itself the last; 0 for all."""
-        if self.family.attention.rotation.windows_alone and not attention["is_sliding"]:
-            return 0
-        of_all = self.facts["sliding_window"] if self.family.attention.window_of_all else None
-        window: int | None = attention.get("sliding_window", of_all)
-        if window == 0:  # Qwen2-MoE's, of a config with such layers and without use_sliding_window
-            raise BindingError(f"{self.family.prefix}: sliding_window=0, where nothing is seen; allowed: None, above 0")
-        return window or 0
-
-    def _is_rotated(self, attention: dict[str, Any]) -> bool:
-        """Return whether an attention with these attributes rotates its queries and keys."""
-        rotation = self.family.attention.rotation
-        windows_alone = rotation.windows_alone and attention["sliding_window"] is not None
-        return bool(attention["is_sliding"] if windows_alone else attention.get(rotation.switch, True))
-
-    def _rotary(self, module: Any) -> bound.RotaryFacts:
-        frequencies, scaling = {}, {}
-        for layer_type in sorted(set(self.config.layer_types)) if self.family.attention.rope_per_layer_type else [""]:
-            parameters = self.config.rope_parameters
-            parameters = parameters[layer_type] if layer_type else parameters
-            kind = parameters["rope_type"]
-            compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-            compute = frequencies_by_alpha if kind == "dynamic" else compute  # no other dynamic one is exact
-            config, arguments = self.config, {"layer_type": layer_type} if layer_type else {}
-            if self.gemma is not None:
-                config, arguments = self.gemma.rotary_arguments(layer_type, kind)
-            part = parameters.get("partial_rotary_factor", self.facts.get("partial_rotary_factor"))
-            part = 1.0 if part is None else part
-            if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-                raise BindingError(f"{self.family.prefix}: partial_rotary_factor={part!r}; allowed: above 0, up to 1")
-            with torch.device("cpu"):  # a GPU's powers, where it is torch's default device, are other numbers
-                inverse, factor = compute(config, **arguments)
-            self.rotated.append((layer_type, inverse.numel(), part))
-            frequencies[layer_type] = inverse.to(torch.float32)
-            scaling[layer_type] = float(factor)
-        scaled = self.family.attention.scaled_queries
-        return bound.RotaryFacts(frequencies, scaling, QueryFactors.of(self.config.rope_parameters) if scaled else None)
-
-    def _check_heads(self) -> None:
-        """Check that each query head has its keys, and each rotated element its pair, in all layers.
-
-        Raises:
-            BindingError: sizes that can not be computed, by their numbers.
-        """
-        if self.latent is not None:
-            self.latent.check_rotated([pairs for _, pairs, _ in self.rotated])
-        heads, kv_heads = self.facts.get("num_attention_heads"), self.facts.get("num_key_value_heads")
-        if self.attentions and heads and kv_heads and heads % kv_heads:
-            raise BindingError(
-                f"{self.family.prefix}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-            )
-        sizes = {facts.head_dim for facts in self.attentions}
-        for layer_type, pairs, part in self.rotated:
-            for size in sizes if self.gemma is None else self.gemma.sizes[layer_type]:
-                self._check_rotated(size, pairs, part)
-
-    def _check_rotated(self, size: int, pairs: int, part: float) -> None:
-        prefix = self.family.prefix
-        found = [rotated for rotated in (int(size * part), size) if (rotated + 1) // 2 == pairs]
-        if not found:
-            raise BindingError(
-                f"{prefix}: the rotary embedding has {pairs} frequencies, which turn {2 * pairs} elements of a head; "
-                f"here heads have {size} (partial_rotary_factor={part})"
-            )
-        if found[0] % 2:
-            raise BindingError(
-                f"{prefix}: of heads of {size} elements {found[0]} are rotated, an odd number, which has no pairs; "
-                "allowed: an even head size (head_dim, or hidden_size / num_attention_heads), and an even part of it "
-                "(partial_rotary_factor)"
-            )
 
 
 def _recurrent_plan(family: Family, config: Any, ssm_chunk: int) -> RecurrentPlan:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samebit.kernels import BindingError, bind
-from samebit.kernels.binding.modules import AttentionFacts
+from samebit.kernels.binding.attention.forwards import AttentionFacts
 
 from .families import make_model, token_ids
 from .gradients import hugging_face, relative_error
@@ -31,7 +31,7 @@ def test_exaone_rotates_layers_with_a_window_or_all_where_the_config_has_none(
 ) -> None:
     kinds = ["sliding_attention" if local else "full_attention" for local in sliding]
     facts = assert_near_hugging_face("Exaone4", sliding_window=window, layer_types=kinds)
-    assert [layer.rotated for layer in facts] == [window is None or local for local in sliding]
+    assert [layer.rotation != "none" for layer in facts] == [window is None or local for local in sliding]
     assert [layer.options.window for layer in facts] == [20 if local else 0 for local in sliding]
 
 

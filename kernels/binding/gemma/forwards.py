@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samebit.kernels.binding.attention.forwards import AttentionFacts, norms_of_heads
 from samebit.kernels.binding.lora.forwards import projection, projections
-from samebit.kernels.binding.modules import AttentionFacts, NormFacts, norms_of_heads
+from samebit.kernels.binding.modules import NormFacts
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
 from samebit.kernels.ops.norm import rms_norm

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from samebit.kernels.binding.attached import Attachment
+from samebit.kernels.binding.attention.forwards import AttentionFacts
 from samebit.kernels.binding.families.family import BindingError, Family
 from samebit.kernels.binding.gemma.experts import GemmaExpertPlan
 from samebit.kernels.binding.gemma.forwards import (
@@ -17,7 +18,7 @@ from samebit.kernels.binding.gemma.forwards import (
     reading_forward,
     unscaled_norm_forward,
 )
-from samebit.kernels.binding.modules import AttentionFacts, NormFacts
+from samebit.kernels.binding.modules import NormFacts
 from samebit.kernels.layout.options import AttentionOptions
 
 _GLOBAL, _GLOBAL_SIZE = "full_attention", "global_head_dim"

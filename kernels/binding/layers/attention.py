@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from samebit.kernels.binding.attached import Attachments
+from samebit.kernels.binding.attention.forwards import AttentionFacts, attention_forward
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import (
-    AttentionFacts,
     NormFacts,
-    attention_forward,
     mlp_forward,
     rms_norm_forward,
 )
@@ -110,8 +109,8 @@ def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionL
         weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if is_plain_mlp(of_mlp) else 0,
         gated,
         (pairs[0], pairs[1], pairs[2]),
-        rotated=of_attention.rotated,
-        neighbours=of_attention.neighbours,
+        rotated=of_attention.rotation != "none",
+        neighbours=of_attention.rotation == "neighbours",
     )
     return AttentionLayerFacts(options, adapters, head_norms=of_attention.qk_norm == "head")
 
