@@ -50,6 +50,9 @@ class IdleRunner:
     def forget_weights(self) -> None:
         pass
 
+    def forget_sequences(self) -> None:
+        pass
+
     def wait_for_writes(self) -> None:
         pass
 

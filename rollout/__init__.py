@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         WorkerStateError,
     )
     from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
-    from samebit.rollout.requests.request import RequestEvent
+    from samebit.rollout.requests.shared import RequestEvent
     from samebit.rollout.sampling_params import SamplingParams
     from samebit.rollout.worker import RolloutWorker
     from samebit.rollout.worker_interface import UpdateOptions, Worker
@@ -67,7 +67,7 @@ __all__ = [
     "WorkerStateError",
 ]
 
-_MODULES = ("errors", "sampling_params", "config", "requests.request", "outputs", "control.delivery",
+_MODULES = ("errors", "sampling_params", "config", "requests.shared", "outputs", "control.delivery",
             "worker_interface", "worker")  # fmt: skip
 """Lists the modules of the public names, light ones first: a name is looked for in this order; the rest is not
 loaded."""

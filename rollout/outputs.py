@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from samebit.rollout.requests.request import Request, RequestEvent, Sequence, TopLogprobs
+from samebit.rollout.requests.request import Request, Sequence, TopLogprobs
+from samebit.rollout.requests.shared import RequestEvent
 from samebit.rollout.requests.stop_strings import text_of
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.requests.version_history import Span
@@ -112,7 +113,7 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
         num_cached_tokens=first.reported_cached_tokens,
         prompt_logprobs=scores,
         prompt_top_logprobs=None if found is None or found.wanted else found.top_logprobs,
-        events=list(request.events),
+        events=list(request.shared.events),
         adapter=None if request.adapter is None else request.adapter.name,
         adapter_version=None if request.adapter is None else request.adapter.version,
     )
@@ -164,4 +165,4 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
         return matcher.text + matcher.held_back() if sequence.ending.reason == "abort" else matcher.text
     if tokenizer is None:
         return None
-    return text_of(tokenizer, token_ids[:-1] if sequence.ending.by_token else token_ids, sequence.request.prompt)
+    return text_of(tokenizer, token_ids[:-1] if sequence.ending.by_token else token_ids, sequence.shared.prompt)

@@ -6,7 +6,7 @@ What a cache and a sequence share
   `kv.write_from`. It writes nothing else of a sequence or its request.
 * It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `prompt_logprobs_wanted`, of `schedule`
   `num_ahead`, and of the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `sequences` and
-  `error`.
+  `shared.error`.
 * What it remembers of a sequence between `track` and `forget` is its own (`CacheEntry`): no other writes it.
 
 Invariants
@@ -28,7 +28,8 @@ from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.held_prompts import HeldPrompts
 from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import PromptDigests
-from samebit.rollout.requests.request import IntArray, Request, Sequence
+from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.shared import IntArray
 
 
 class Cache:

@@ -24,7 +24,8 @@ from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import ChainHasher, PromptDigests, TokenChain
-from samebit.rollout.requests.request import IntArray, Request, Sequence
+from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.shared import IntArray
 
 SWEPT_PER_STEP = 64
 """A step frees this many blocks of a cleared index."""
@@ -141,7 +142,7 @@ class PrefixCache(Cache):
         return self.policy.take_captures(entry, end) if entry.epoch == self.index.epoch else ()
 
     def publish_blocks(self, sequence: Sequence, captures: Captures = ()) -> list[Sequence]:
-        if sequence.request.error is not None:
+        if sequence.shared.error is not None:
             self.checkpoints.free_captured(captures)
             return []
         entry = self.entries[sequence]
@@ -161,7 +162,7 @@ class PrefixCache(Cache):
 
     def take_back(self, sequence: Sequence, *, waits_again: bool = False) -> list[Sequence]:
         entry = self.entries[sequence]
-        if sequence.request.error is None:
+        if sequence.shared.error is None:
             self.policy.save_stopping(entry, self._num_known(entry))
         self.held.note_stopping(entry)
         entry.rebuilds_prompt = False

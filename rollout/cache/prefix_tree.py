@@ -26,7 +26,7 @@ from samebit.rollout.cache.freed_later import FreedLater
 from samebit.rollout.cache.recent_digests import RecentDigests
 from samebit.rollout.publishing.journal import CacheJournal
 from samebit.rollout.requests.block_digests import TokenChain
-from samebit.rollout.requests.request import IntArray
+from samebit.rollout.requests.shared import IntArray
 
 
 @dataclass(slots=True, eq=False)

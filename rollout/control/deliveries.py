@@ -56,7 +56,7 @@ class Deliveries:
         """Let those who stream look for the tokens of a step. A request that has none has nothing for them: of its end
         they hear by `finish`."""
         for delivery in tuple(self._streams):
-            if delivery.request.progress.answered:
+            if delivery.request.shared.progress.answered:
                 delivery.notify()
 
     def fail_all(self, make_error: Callable[[], Exception]) -> None:

@@ -39,6 +39,7 @@ from samebit.rollout.engine.step_plan import (
 )
 from samebit.rollout.errors import TokenizerError
 from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.shared import Shared
 from samebit.rollout.requests.stopping import end_of_sample
 from samebit.weight_sync.in_place.watch import WeightWatch
 
@@ -113,7 +114,7 @@ class Engine:
         self._ahead: _Launched | None = None
         self._routes = _Routes()
         self._lost_in_a_row = 0
-        self._failed: dict[Request, None] = {}
+        self._failed: dict[Shared, None] = {}
         runner.allocate_cache(cache.pool.num_blocks)
 
     @property
@@ -149,7 +150,7 @@ class Engine:
         self.counters.requests.failed += len(self._end(list(self.requests)))
 
     def _end(self, request_ids: Iterable[str]) -> list[Request]:
-        ended = [self.requests.pop(i) for i in request_ids]
+        ended = self._forget(request_ids)
         for request in ended:
             self._end_rest(request)
         return ended
@@ -257,7 +258,7 @@ class Engine:
         if self._lost_in_a_row == MOST_DROPPED:
             self._lost_in_a_row = 0
             for item in step.plan.items:
-                self._fail(item.sequence.request, never_settled(item.sequence, MOST_DROPPED))
+                self._fail(item.sequence.shared, never_settled(item.sequence, MOST_DROPPED))
         return self._collect([])
 
     def _drop(self, plan: StepPlan) -> None:
@@ -306,7 +307,7 @@ class Engine:
             # Any but the first decode since its admission has something new for others only where it fills a block.
             if not is_decode or is_first or not sequence.num_computed % block_size:
                 self.scheduler.publish_item(item)
-            if item.forks and sequence.request.error is None:
+            if item.forks and sequence.shared.error is None:
                 self.scheduler.fork(sequence, item.forks)
         self.counters.decode_tokens_computed += decodes
         self.counters.prefill_tokens_computed += plan.num_tokens - decodes - void
@@ -317,8 +318,8 @@ class Engine:
     def _take_row(self, rows: _Rows, row: int, sequence: Sequence) -> bool:
         """Append a row's token to its sequence; tell whether that ended it."""
         if not rows.drawn[row]:
-            self._fail(sequence.request, nothing_drawn(sequence) if rows.finite[row] else not_finite(sequence))
-        if sequence.request.error is not None:
+            self._fail(sequence.shared, nothing_drawn(sequence) if rows.finite[row] else not_finite(sequence))
+        if sequence.shared.error is not None:
             return False
         token = rows.tokens[row]
         if rows.top is not None and sequence.sampled.top_logprobs is not None:
@@ -329,12 +330,12 @@ class Engine:
         try:
             return end_of_sample(sequence, token, new)
         except TokenizerError as error:
-            self._fail(sequence.request, not_decoded(sequence, error))
+            self._fail(sequence.shared, not_decoded(sequence, error))
             return False
 
     def _count_first_token(self, sequence: Sequence) -> None:
         """Count the first token of a request, whichever sample it is of."""
-        request = sequence.request
+        request = sequence.shared
         now = request.record("first_token", sequence.sample_index)
         if not request.progress.answered:
             request.progress.answered = True
@@ -347,15 +348,19 @@ class Engine:
             return []
         self.scheduler.retire(ended)
         failed, self._failed = self._failed, {}
-        done = {s.request: None for s in ended if s.request.finished}
-        finished = [request for request in done if request not in failed]
-        for request in failed:
-            self._end_rest(request)
-        for request in (*finished, *failed):
-            del self.requests[request.request_id]
-        self.counters.requests.finished += len(finished)
+        done = {s.shared: None for s in ended if s.shared.finished and s.shared not in failed}
+        for shared in failed:
+            self._end_rest(self.requests[shared.request_id])
+        self.counters.requests.finished += len(done)
         self.counters.requests.failed += len(failed)
-        return [*finished, *failed]
+        return self._forget(shared.request_id for shared in (*done, *failed))
+
+    def _forget(self, request_ids: Iterable[str]) -> list[Request]:
+        """Hold these requests no longer, which have ended; return them."""
+        forgotten = [self.requests.pop(request_id) for request_id in request_ids]
+        if not self.requests:
+            self.runner.forget_sequences()
+        return forgotten
 
     def _keep_routes(self, sequence: Sequence, slot: int, count: int) -> None:
         """Keep which experts computed a sequence that ends, as noted in the blocks of a slot; none without one."""
@@ -372,7 +377,7 @@ class Engine:
         for sequence in rest:
             sequence.finish("abort", None)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Shared, error: Exception) -> None:
         """Fail a request with this error, unless an earlier one counts."""
         if request.error is None:
             self._failed[request] = None
@@ -382,6 +387,6 @@ class Engine:
         for piece in result.prompt_logprobs:
             sequence = piece.sequence
             if np.isnan(piece.logprobs).any():
-                self._fail(sequence.request, not_finite(sequence))
+                self._fail(sequence.shared, not_finite(sequence))
             if sequence.prompt_scores is not None:
                 sequence.prompt_scores.add(piece.start, piece.logprobs, piece.top)

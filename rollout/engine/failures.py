@@ -9,14 +9,14 @@ from samebit.rollout.requests.request import Sequence
 def not_finite(sequence: Sequence) -> NonFiniteLogitsError:
     """Return the error of a row whose logits are NaN or infinite."""
     return NonFiniteLogitsError(
-        f"request {sequence.request.request_id!r}: NaN or infinite logits at position {sequence.num_tokens - 1} of "
+        f"request {sequence.shared.request_id!r}: NaN or infinite logits at position {sequence.num_tokens - 1} of "
         f"sample {sequence.sample_index}; the weights or this input drive the model out of range"
     )
 
 
 def not_decoded(sequence: Sequence, error: TokenizerError) -> TokenizerError:
     """Return the error of a sample whose text its tokenizer could not make, with its name and cause."""
-    named = TokenizerError(f"request {sequence.request.request_id!r}, sample {sequence.sample_index}: {error}")
+    named = TokenizerError(f"request {sequence.shared.request_id!r}, sample {sequence.sample_index}: {error}")
     named.__cause__ = error.__cause__
     return named
 
@@ -24,7 +24,7 @@ def not_decoded(sequence: Sequence, error: TokenizerError) -> TokenizerError:
 def never_settled(sequence: Sequence, steps: int) -> WorkerStateError:
     """Return the error of a request whose steps were all computed while weights were written."""
     return WorkerStateError(
-        f"request {sequence.request.request_id!r}: weights were written during {steps} steps in a row, outside of "
+        f"request {sequence.shared.request_id!r}: weights were written during {steps} steps in a row, outside of "
         "weight_update(), so nothing that was computed is of one set of weights: by what runs in each forward (a hook "
         "that writes to a parameter or to a persistent buffer), or by another thread"
     )
@@ -33,7 +33,7 @@ def never_settled(sequence: Sequence, steps: int) -> WorkerStateError:
 def nothing_drawn(sequence: Sequence) -> NoTokenLeftError:
     """Return the error of a row of finite logits whose request leaves no token to choose."""
     return NoTokenLeftError(
-        f"request {sequence.request.request_id!r}: the logits at position {sequence.num_tokens - 1} of sample "
+        f"request {sequence.shared.request_id!r}: the logits at position {sequence.num_tokens - 1} of sample "
         f"{sequence.sample_index} are finite, but this request's parameters leave no token to choose: logit_bias, or "
         f"min_tokens={sequence.params.min_tokens} with all tokens among those that end a sample"
     )

@@ -211,7 +211,7 @@ class Scheduler:
         victim = self.running.pop()
         woken = self.cache.take_back(victim, waits_again=True)
         victim.forget_computed()
-        victim.request.record("preempted", victim.sample_index)
+        victim.shared.record("preempted", victim.sample_index)
         self._wait([victim, *woken])
         self.preemptions += 1
         return victim
@@ -244,7 +244,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)
         self.running.append(sequence)
-        request = sequence.request
+        request = sequence.shared
         if not request.progress.started:
             request.progress.started = True
             self.waiting.promote(request)
@@ -295,4 +295,4 @@ def _one_token(item: ScheduledSequence) -> bool:
 
 def _continues(sequence: Sequence) -> bool:
     """Tell whether it has not ended, and its length allows a token behind the one that is computed now."""
-    return not sequence.finished and sequence.num_new_tokens + 1 < sequence.request.max_new_tokens
+    return not sequence.finished and sequence.num_new_tokens + 1 < sequence.shared.max_new_tokens

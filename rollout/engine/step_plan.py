@@ -124,6 +124,9 @@ class Runner(Protocol):
     def forget_weights(self) -> None:
         """Keep nothing that was worked out of the weights: they change, or sleep."""
 
+    def forget_sequences(self) -> None:
+        """Keep nothing of the sequences of the step before: all have ended."""
+
     def wait_for_writes(self) -> None:
         """Return when all is done that any thread has launched where the weights are: on a GPU their writes, too."""
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import heapq
 
-from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.request import Sequence
+from samebit.rollout.requests.shared import Shared
 
 _Entry = tuple[int, Sequence]
 
@@ -34,18 +35,22 @@ class WaitingQueue:
         """Queue a sequence, at the place of its arrival."""
         self._members.add(sequence)
         heapq.heappush(
-            self._started if sequence.request.progress.started else self._fresh, (sequence.schedule.arrival, sequence)
+            self._started if sequence.shared.progress.started else self._fresh, (sequence.schedule.arrival, sequence)
         )
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, if it waits."""
         self._members.discard(sequence)
 
-    def promote(self, request: Request) -> None:
-        """Let the waiting sequences of a request that has just started go on while admission is closed."""
-        for sequence in request.sequences:
-            if sequence in self._members:
-                heapq.heappush(self._started, (sequence.schedule.arrival, sequence))
+    def promote(self, request: Shared) -> None:
+        """Let the waiting sequences of a request that has just started go on while admission is closed.
+
+        The one with which it started was the head: the others, which came right behind it, are first in line now.
+        """
+        while self._fresh and (self._fresh[0][1].shared is request or self._fresh[0][1] not in self._members):
+            entry = heapq.heappop(self._fresh)
+            if entry[1] in self._members:
+                heapq.heappush(self._started, entry)
 
     def head(self, admission_open: bool) -> Sequence | None:
         """Return the earliest to arrive of those that may be admitted."""
@@ -66,7 +71,7 @@ class WaitingQueue:
         """Return the first sequence of a heap that still waits there."""
         while heap:
             sequence = heap[0][1]
-            moved = heap is self._fresh and sequence.request.progress.started
+            moved = heap is self._fresh and sequence.shared.progress.started
             if sequence in self._members and not moved:
                 return sequence
             heapq.heappop(heap)

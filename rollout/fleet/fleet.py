@@ -38,7 +38,7 @@ from samebit.rollout.guard import contained
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.block_digests import ChainHasher
-from samebit.rollout.requests.request import IntArray
+from samebit.rollout.requests.shared import IntArray
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import checked_state_dict
 from samebit.weight_sync import SyncReport

@@ -1,7 +1,8 @@
 """Hold what a request is: its parameters checked, its sequences, the names of its blocks, when a sample ends, and how
 callers wait for that.
 
-The way through: `request`, with the `version_history` of its tokens, then `limits` (can it be served?), `stopping`,
-which asks `stop_strings`, whose texts come from `tokenizer`, and `block_digests`; `ending` is what callers wait for.
+The way through: `request`, whose samples have `shared` in common, with the `version_history` of its tokens, then
+`limits` (can it be served?), `stopping`, which asks `stop_strings`, whose texts come from `tokenizer`, and
+`block_digests`; `ending` is what callers wait for.
 Near the ground of `samebit.rollout`: imports `errors`, `guard`, `sampling_params`, `keys` and `samebit.kernels.layout`.
 """

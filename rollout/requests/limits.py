@@ -14,7 +14,7 @@ import torch
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.errors import RequestError
-from samebit.rollout.requests.request import IntArray
+from samebit.rollout.requests.shared import IntArray
 from samebit.rollout.sampling_params import SamplingParams
 
 

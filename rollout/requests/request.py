@@ -15,7 +15,6 @@ Invariants
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,53 +23,26 @@ import numpy.typing as npt
 
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.requests.block_digests import PromptDigests
+from samebit.rollout.requests.shared import IntArray, Progress, Shared
 from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.requests.version_history import Span, VersionHistory
 from samebit.rollout.sampling_params import SamplingParams
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 TopLogprobs = list[dict[int, float] | None]
 """Has the log-probabilities of the likeliest tokens by their ids, an entry a position; None where there are none."""
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True)
-class RequestEvent:
-    """Records that a request was added, scheduled, preempted or finished, or has its first token; `time` is
-    `time.monotonic()`.
-
-    `sample` is None for events of the whole request.
-    """
-
-    name: str
-    time: float
-    sample: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """Says how far a request is: samples that have not ended, whether one was admitted, and whether one has a token."""
-
-    unfinished: int
-    started: bool = False
-    answered: bool = False
-
-
 class Request:
     """Holds what was asked for, and the n sequences that answer it.
 
-    `end_ids`: the tokens that end a sample.
-    `error`: what failed it; None while nothing did.
+    `shared`: what the sequences point to, none of which points to the request.
     `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission.
-    `adapter`: what it goes through until it ends; None for the model alone.
     """
 
-    __slots__ = (
-        "adapter", "end_ids", "error", "events", "max_new_tokens", "ordinal", "params", "progress", "prompt",
-        "prompt_digests", "request_id", "sequences",
-    )  # fmt: skip
+    __slots__ = ("prompt_digests", "sequences", "shared")
 
     def __init__(
         self,
@@ -85,18 +57,32 @@ class Request:
         prompt_digests: PromptDigests | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.ordinal = ordinal
-        self.max_new_tokens = max_new_tokens
-        self.end_ids = frozenset((*(() if params.ignore_eos else eos_token_ids), *params.stop_ids))
+        self.shared = Shared(
+            request_id, prompt, params, ordinal=ordinal, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids,
+            adapter=adapter,
+        )  # fmt: skip
         self.prompt_digests = prompt_digests
-        self.adapter = adapter
-        self.events = [RequestEvent("added", time.monotonic())]
-        self.progress = Progress(unfinished=params.n)
-        self.error: Exception | None = None
-        self.sequences = [Sequence(self, index, tokenizer) for index in range(params.n)]
+        self.sequences = [Sequence(self.shared, index, tokenizer) for index in range(params.n)]
+
+    @property
+    def request_id(self) -> str:
+        """Return what the request is called."""
+        return self.shared.request_id
+
+    @property
+    def prompt(self) -> IntArray:
+        """Return the tokens that were given."""
+        return self.shared.prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        """Return how its samples are drawn."""
+        return self.shared.params
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Return the adapter that the request goes through."""
+        return self.shared.adapter
 
     @property
     def adapter_number(self) -> int:
@@ -104,15 +90,14 @@ class Request:
         return 0 if self.adapter is None else self.adapter.number
 
     @property
-    def finished(self) -> bool:
-        """Return whether all its samples have ended."""
-        return self.progress.unfinished == 0
+    def progress(self) -> Progress:
+        """Return how far the request is."""
+        return self.shared.progress
 
-    def record(self, name: str, sample: int) -> float:
-        """Record an event, and return its time."""
-        now = time.monotonic()
-        self.events.append(RequestEvent(name, now, sample))
-        return now
+    @property
+    def error(self) -> Exception | None:
+        """Return what failed the request."""
+        return self.shared.error
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +208,7 @@ class SampleEnding:
 class Sequence:
     """Holds one sample of a request.
 
+    shared: what it has in common with the request's other samples.
     slot: its row in the block tables while it runs, -1 otherwise.
     prompt_scores: those of the prompt, which the first sample has where they were asked for.
     """
@@ -234,35 +220,35 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens",
         "prompt_scores",
-        "request",
         "sample_index",
         "sampled",
         "schedule",
+        "shared",
         "slot",
         "token_ids",
     )
 
-    def __init__(self, request: Request, sample_index: int, tokenizer: Tokenizer | None) -> None:
-        params = request.params
-        length = len(request.prompt)
-        room = min(request.max_new_tokens, 64)
-        self.request = request
+    def __init__(self, shared: Shared, sample_index: int, tokenizer: Tokenizer | None) -> None:
+        params = shared.params
+        length = len(shared.prompt)
+        room = min(shared.max_new_tokens, 64)
+        self.shared = shared
         self.sample_index = sample_index
         self.token_ids: IntArray = np.empty(length + room, np.int64)
-        self.token_ids[:length] = request.prompt
+        self.token_ids[:length] = shared.prompt
         self.num_prompt_tokens = self.num_tokens = length
         self.num_computed = 0
         self.slot = -1
         self.schedule = Schedule()
         self.kv = KVHistory()
-        self.sampled = SampledTokens(room, params, tokenizer, request.prompt)
+        self.sampled = SampledTokens(room, params, tokenizer, shared.prompt)
         self.prompt_scores = PromptScores.of(params, length) if sample_index == 0 else None
         self.ending = SampleEnding()
 
     @property
     def params(self) -> SamplingParams:
         """Return the parameters of the request."""
-        return self.request.params
+        return self.shared.params
 
     @property
     def prompt_logprobs_wanted(self) -> bool:
@@ -368,11 +354,11 @@ class Sequence:
         """End the sample, for this reason."""
         self.ending.stop_reason = stop_reason
         self.ending.reason = reason
-        self.request.progress.unfinished -= 1
-        self.request.record("finished", self.sample_index)
+        self.shared.progress.unfinished -= 1
+        self.shared.record("finished", self.sample_index)
 
     def _grow(self) -> None:
-        room = min(2 * len(self.sampled.logprobs), self.request.max_new_tokens)
+        room = min(2 * len(self.sampled.logprobs), self.shared.max_new_tokens)
         self.token_ids = _enlarged(self.token_ids, self.num_prompt_tokens + room)
         self.sampled.grow(room)
 

@@ -17,13 +17,13 @@ def end_of_sample(sequence: Sequence, token: int, new: int) -> bool:
     Raises:
         TokenizerError: the text can not be searched; the sequence is not finished.
     """
-    request, matcher = sequence.request, sequence.sampled.matcher
-    if matcher is None and new < request.max_new_tokens and token not in request.end_ids:
+    shared, matcher = sequence.shared, sequence.sampled.matcher
+    if matcher is None and new < shared.max_new_tokens and token not in shared.end_ids:
         return False
     free_to_stop = new > sequence.params.min_tokens
-    ends = free_to_stop and token in request.end_ids
+    ends = free_to_stop and token in shared.end_ids
     stop_string = None if matcher is None or ends else matcher.push(token, search=free_to_stop)
-    if not ends and stop_string is None and new < request.max_new_tokens:
+    if not ends and stop_string is None and new < shared.max_new_tokens:
         return False
     if matcher is not None and stop_string is None:
         matcher.flush()

@@ -67,6 +67,9 @@ class ModelRunner:
     def forget_weights(self) -> None:
         self.kept_terms.forget()
 
+    def forget_sequences(self) -> None:
+        self.sampler.forget_sequences()
+
     def wait_for_writes(self) -> None:
         if self.shape.device.type == "cuda":
             with WHOLE_GPU:

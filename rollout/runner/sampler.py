@@ -133,6 +133,10 @@ class Sampler:
         self._last: _Streams | None = None
         self._exact = exact
 
+    def forget_sequences(self) -> None:
+        """Keep nothing of the sequences of the step before."""
+        self._last = None
+
     def draw_inputs(self, sequences: list[Sequence], positions: Positions, rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
         streams = self._streams(sequences)
@@ -165,7 +169,7 @@ class Sampler:
         """Return the words of a sequence's key, and those of its counter at position 0."""
         seed, stream = sequence.params.seed, 0
         if seed is None:
-            seed, stream = self.seed, sequence.request.ordinal | _UNSEEDED << 32
+            seed, stream = self.seed, sequence.shared.ordinal | _UNSEEDED << 32
         return (seed & _WORD, seed >> 32 & _WORD), (0, sequence.sample_index, stream & _WORD, stream >> 32)
 
     def sample(
@@ -293,7 +297,7 @@ def _process_row(row: torch.Tensor, sequence: Sequence, seen: SeenTokens | None,
     if params.logit_bias or params.penalizes:
         row.clamp_(max=LARGEST_LOGIT * min(1.0, params.temperature or 1.0))
     if not may_end:
-        kernels.rule_out(row, tuple(sequence.request.end_ids))
+        kernels.rule_out(row, tuple(sequence.shared.end_ids))
 
 
 def _penalize(row: torch.Tensor, seen: SeenTokens, params: SamplingParams) -> None:

@@ -78,14 +78,14 @@ class _Growing:
 def seen_by(sequences: Iterable[Sequence], before: Mapping[Sequence, SeenTokens]) -> dict[Sequence, SeenTokens]:
     """Return what is kept of those sequences that are penalized: of one that is not among those `before`, its prompt
     is looked through, once for all samples of a request."""
-    prompts = {sequence.request: seen.prompt_ids for sequence, seen in before.items()}
+    prompts = {sequence.shared: seen.prompt_ids for sequence, seen in before.items()}
     kept: dict[Sequence, SeenTokens] = {}
     for sequence in sequences:
         if sequence.params.penalizes:
-            request = sequence.request
-            if sequence not in before and request not in prompts:
-                prompts[request] = np.unique(request.prompt)
-            kept[sequence] = before[sequence] if sequence in before else SeenTokens(prompts[request])
+            shared = sequence.shared
+            if sequence not in before and shared not in prompts:
+                prompts[shared] = np.unique(shared.prompt)
+            kept[sequence] = before[sequence] if sequence in before else SeenTokens(prompts[shared])
     return kept
 
 

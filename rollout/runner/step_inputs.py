@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.int64]
 
 # read by `map`, so that no step of Python is taken for a sequence
 _SEQUENCE, _FORKS, _CAPTURES = attrgetter("sequence"), attrgetter("forks"), attrgetter("captures")
-_ADAPTER, _SCORES = attrgetter("request.adapter"), attrgetter("prompt_scores")
+_ADAPTER, _SCORES = attrgetter("shared.adapter"), attrgetter("prompt_scores")
 _ASKED = attrgetter("length", "start", "sequence.slot", "sequence.kv.write_from", "samples")
 
 

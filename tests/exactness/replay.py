@@ -83,7 +83,7 @@ class Journal:
 
 
 def _key(sequence: Any) -> tuple[str, int]:
-    return sequence.request.request_id, sequence.sample_index
+    return sequence.shared.request_id, sequence.sample_index
 
 
 class Replay:

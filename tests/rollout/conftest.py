@@ -123,6 +123,9 @@ class FakeRunner:
     def forget_weights(self) -> None:
         """Do nothing, as nothing is worked out of weights here."""
 
+    def forget_sequences(self) -> None:
+        """Do nothing, as nothing is kept of sequences here."""
+
     def wait_for_writes(self) -> None:
         writing, self.writing = self.writing, None
         if writing is not None:
@@ -139,7 +142,7 @@ class FakeRunner:
     ) -> StepResult:
         assert self.pages is not None, "a step while the KV cache is asleep"
         self.plans.append(
-            [(i.sequence.request.request_id, i.sequence.sample_index, i.start, i.length) for i in plan.items]
+            [(i.sequence.shared.request_id, i.sequence.sample_index, i.start, i.length) for i in plan.items]
         )
         if plan.copies:
             sources, targets = np.array(plan.copies).T
@@ -173,7 +176,7 @@ class FakeRunner:
             for sample in (sequence, *item.forks) if item.samples else ():
                 assert sample.token_ids[: sample.num_tokens].tolist() == known[: sample.num_tokens]
                 tokens.append(fake_token(known, sample.sample_index, self.salt))
-                finite.append(sequence.request.request_id not in self.nan_ids)
+                finite.append(sequence.shared.request_id not in self.nan_ids)
         assert plan.num_scored == sum(len(score.logprobs) for score in scores) <= self.most_scored() + len(plan.items)
         ids = np.array(tokens, np.int64)
         return StepResult(

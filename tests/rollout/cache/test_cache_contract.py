@@ -10,11 +10,13 @@ import pytest
 
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.requests.request import KVHistory, Request, Schedule, Sequence
+from samebit.rollout.requests.shared import Shared
 
 READ = {
-    Request: {"prompt", "prompt_digests", "params", "adapter_number", "sequences", "error"},
+    Request: {"prompt", "prompt_digests", "params", "adapter_number", "sequences"},
+    Shared: {"error"},
     Sequence: {
-        "request",
+        "shared",
         "slot",
         "token_ids",
         "num_tokens",
@@ -29,6 +31,7 @@ READ = {
 }
 WRITTEN = {
     Request: set(),
+    Shared: set(),
     Sequence: {"slot", "num_computed"},
     Schedule: set(),
     KVHistory: {"write_from"},

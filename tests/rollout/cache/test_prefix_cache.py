@@ -531,7 +531,7 @@ def test_each_block_of_tokens_is_hashed_once(
         if step % 5 == 4:
             engine.preempt_all()
         engine.step()
-    assert group.finished
+    assert group.shared.finished
     own = [(s.num_tokens - 1) // 4 - 22 // 4 for s in group.sequences]
     assert len(hashed) <= 22 // 4 + sum(own) + 4, "a preempted one may hash its last token's block"
 

@@ -48,7 +48,9 @@ def outputs(request: Request) -> list[list[int]]:
 
 def assert_right(oracle: Oracle, *requests: Request) -> None:
     for request in requests:
-        alone = [oracle(request.prompt.tolist(), s.sample_index, request.max_new_tokens) for s in request.sequences]
+        alone = [
+            oracle(request.prompt.tolist(), s.sample_index, request.shared.max_new_tokens) for s in request.sequences
+        ]
         assert outputs(request) == alone
 
 
@@ -450,7 +452,7 @@ def test_one_of_several_held_prompts_is_given_up(make_request: MakeRequest) -> N
     assert not cache.reserve(running, 12)
     assert cache.held.free_one()
     assert cache.reserve(running, 12)
-    assert [prompt.leader.request.request_id for prompt in cache.held._held] == ["a"]
+    assert [prompt.leader.shared.request_id for prompt in cache.held._held] == ["a"]
     check_cache(cache)
 
 

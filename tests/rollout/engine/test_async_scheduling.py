@@ -111,7 +111,7 @@ def test_a_token_that_is_computed_again_alone_is_no_decode(
     while engine.has_work:
         engine.step()
     for i, request in enumerate(requests):
-        assert request.sequences[0].output_ids.tolist() == oracle([i + 1], 0, request.max_new_tokens)
+        assert request.sequences[0].output_ids.tolist() == oracle([i + 1], 0, request.shared.max_new_tokens)
 
 
 def test_a_seat_that_is_known_to_come_free_is_taken_at_once(make_engine: Build, make_request: Build) -> None:

@@ -62,7 +62,7 @@ def test_recomputed_kv_is_recorded_under_the_new_weights(make_engine: Make, make
     sample = request_output(request, None).samples[0]
     assert sample.weight_versions == [(0, 2, 0), (2, 4, 1)]
     assert sample.kv_versions == [(0, 6, 1)]
-    assert [event.name for event in request.events] == [
+    assert [event.name for event in request.shared.events] == [
         *("added", "scheduled", "first_token", "preempted", "scheduled", "finished")
     ]
 
@@ -155,8 +155,8 @@ def test_end_tokens_stop_tokens_and_ignore_eos(make_engine: Make, make_request: 
 
 def test_the_ids_to_mask_before_min_tokens(make_request: MakeRequest) -> None:
     both = make_request("a", [1], eos=(7, 8), stop_token_ids=[8, 9])
-    assert both.end_ids == {7, 8, 9}
-    assert make_request("a", [1], eos=(7, 8), stop_token_ids=[8, 9], ignore_eos=True).end_ids == {8, 9}
+    assert both.shared.end_ids == {7, 8, 9}
+    assert make_request("a", [1], eos=(7, 8), stop_token_ids=[8, 9], ignore_eos=True).shared.end_ids == {8, 9}
 
 
 def test_an_eos_setting_may_be_absent_one_or_many() -> None:

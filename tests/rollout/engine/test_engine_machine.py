@@ -192,13 +192,13 @@ class EngineMachine(RuleBasedStateMachine):
         running = set(scheduler.running)
         for request in self.added.values():
             for sequence in request.sequences:
-                self._check_place(sequence, sequence in running)
+                self._check_place(request, sequence, sequence in running)
         self._check_entries(scheduler.running)
 
-    def _check_place(self, sequence: Sequence, running: bool) -> None:
+    def _check_place(self, request: Request, sequence: Sequence, running: bool) -> None:
         """Check that each unfinished sequence runs, waits, follows, or stands behind a sibling: one of these."""
         cache, scheduler = self.engine.cache, self.engine.scheduler
-        siblings = [s for other in sequence.request.sequences for s in other.schedule.siblings]
+        siblings = [s for other in request.sequences for s in other.schedule.siblings]
         follows = isinstance(cache, PrefixCache) and sequence in cache.leaders
         places = [running, sequence in scheduler.waiting, follows, siblings.count(sequence) == 1]
         assert sum(places) == (not sequence.finished)
@@ -252,8 +252,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _check(self, request: Request) -> None:
         for sequence in request.sequences:
             got = sequence.output_ids.tolist()
-            alone = self.oracle(request.prompt.tolist(), sequence.sample_index, request.max_new_tokens)
-            stops = [index for index, token in enumerate(alone) if token in request.end_ids]
+            alone = self.oracle(request.prompt.tolist(), sequence.sample_index, request.shared.max_new_tokens)
+            stops = [index for index, token in enumerate(alone) if token in request.shared.end_ids]
             whole = alone[: stops[0] + 1] if stops else alone
             if request.request_id in self.aborted:
                 assert got == whole[: len(got)]

@@ -120,14 +120,14 @@ def test_the_last_admitted_is_preempted_and_goes_to_the_head_of_the_queue(
         if engine.scheduler.preemptions > before:
             head = engine.scheduler.waiting.head(admission_open=True)
             assert head is not None
-            preempted_while_waiting.append(head.request.request_id)
+            preempted_while_waiting.append(head.shared.request_id)
     assert preempted_while_waiting
     assert preempted_while_waiting[0] == "b", "a and b run; b came last; c has not started"
     assert finished == ["a", "b", "c"]
     for index, request in enumerate(requests.values()):
         assert request.sequences[0].output_ids.tolist() == oracle([index] * 7, 0, 10)
-    assert "preempted" in [event.name for event in requests["b"].events]
-    assert "preempted" not in [event.name for event in requests["a"].events]
+    assert "preempted" in [event.name for event in requests["b"].shared.events]
+    assert "preempted" not in [event.name for event in requests["a"].shared.events]
     check_cache(engine.cache)
     assert engine.cache.pool.num_free == 6
 
