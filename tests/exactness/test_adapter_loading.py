@@ -1,8 +1,10 @@
 """Workers with weights of their own take adapters by name, alone, while they generate."""
 
+import gc
 import json
 import re
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,6 +190,33 @@ def test_nothing_is_left_of_names_that_are_loaded_and_dropped(policy: PeftModel,
     with pytest.raises(WeightMismatchError):
         worker.load_adapter("refused", {}, config=lora_config())
     assert not worker._adapters._turns
+
+
+@pytest.mark.parametrize("way", ["dropped", "replaced"])
+def test_the_matrices_of_an_adapter_are_freed_when_it_goes(policy: PeftModel, worker: RolloutWorker, way: str) -> None:
+    """An adapter that is dropped, or has a new version, gives its memory back at once, and waits for no collection of
+    Python's: a trainer may load a version each step.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        worker.load_adapter("gone", tensors(policy), config=lora_config())
+        [output] = worker.generate(PROMPTS[:1], params("gone")[:1])
+        assert output.adapter == "gone"
+        loaded = worker._adapters.registry.loaded("gone")
+        weights = [weakref.ref(side.weight) for one in loaded.adapter.deltas.values() for side in (one.down, one.up)]
+        assert len(weights) == 24
+        del loaded
+        if way == "replaced":
+            worker.load_adapter("gone", tensors(policy))
+        else:
+            worker.drop_adapter("gone")
+        worker.reset_prefix_cache()  # behind the last step
+        assert [weight() for weight in weights] == [None] * 24
+    finally:
+        gc.enable()
+        if way == "replaced":
+            worker.drop_adapter("gone")
 
 
 def test_a_worker_from_a_folder_of_peft(policy: PeftModel, folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebit.kernels.binding.attached import attach
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
@@ -28,6 +27,14 @@ class DeltaShape:
     inputs: int
     outputs: int
     scale: float
+
+
+class _Matrix(nn.Linear):
+    """Computes as a bound matrix does. The forward is the class's: one of the instance, as `attach` gives, holds the
+    instance, and a matrix of an adapter that was dropped or replaced would wait until Python collects circles."""
+
+    samebit: LinearFacts | None = None
+    forward = linear_forward  # type: ignore[assignment]  # its argument has another name
 
 
 def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShape]:
@@ -58,11 +65,10 @@ def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShap
 
 def new_delta(shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> Delta:
     """Return matrices of zeros that compute as those of a bound adapter do."""
-    down = nn.Linear(shape.inputs, shape.rank, bias=False, dtype=dtype, device="meta")
-    up = nn.Linear(shape.rank, shape.outputs, bias=False, dtype=dtype, device="meta")
+    down = _Matrix(shape.inputs, shape.rank, bias=False, dtype=dtype, device="meta")
+    up = _Matrix(shape.rank, shape.outputs, bias=False, dtype=dtype, device="meta")
     for matrix in (down, up):
         matrix.weight = nn.Parameter(torch.zeros(matrix.weight.shape, dtype=dtype, device=device), requires_grad=False)
-        attach(matrix, linear_forward)
     return Delta(down, up, shape.scale, fixed=True)
 
 
