@@ -37,7 +37,7 @@ from samebit.rollout.control.turn_lock import TurnLock
 from samebit.rollout.control.worker_status import WorkerStatus, broken_error
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import WorkerStateError
-from samebit.rollout.guard import contained
+from samebit.rollout.guard import contained, without_frames
 from samebit.rollout.requests.request import Request
 from samebit.rollout.stats import StatsLog
 
@@ -201,7 +201,7 @@ class GenerationThread:
             self._threads.set_up()
             self._serve()
         except BaseException as error:
-            broken = error
+            broken = without_frames(error)
             with contained("logging what failed the generation thread"):
                 logger.exception("the generation thread failed")
         self._threads.end()
@@ -250,7 +250,7 @@ class GenerationThread:
             self._hand_over(self.engine.settle())
         except BaseException as error:
             if isinstance(error, Exception) or not self.engine.in_flight:
-                self._break(error)
+                self._break(without_frames(error))
                 with contained("logging what failed the step in flight"):
                     logger.exception("the step in flight failed")
             raise

@@ -80,9 +80,15 @@ class _Report(Generic[T]):
             pass
 
     def get(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._value[0]
+        """Return what was given, or raise the error, once: it is nobody's afterwards but its catcher's, as a circle of
+        it and this frame would keep all that its traceback leads to."""
+        if self._error is None:
+            return self._value[0]
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ class WorkerStatus:
     """Holds the flags of one worker, and says what they allow.
 
     sleeping: the `TAGS` that sleep, in their order.
-    incomplete: why the weights are, None for weights that may generate. broken: what ended the generation thread.
+    incomplete: why the weights are, None for weights that may generate. broken: what ended the generation thread. It
+        and incomplete_cause are there as long as the worker: see `guard.without_frames`.
     process: where the worker was built.
     """
 

@@ -5,6 +5,7 @@ What is looked at are the pages of memory in which the tensors were: other threa
 
 import gc
 import itertools
+import logging
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.rollout import RequestHandle, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RequestHandle, RolloutConfig, RolloutWorker, SamplingParams, WorkerStateError
 
 from ..campaign import first_of
 from ..patience import HANG
@@ -128,6 +129,35 @@ def test_a_worker_that_is_dropped_gives_its_cache_back_at_once(family: str) -> N
         assert all(tensor() is None for tensor in tensors)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
+def test_a_worker_that_broke_gives_its_cache_back_when_it_is_closed(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker whose step failed gives its cache back when it is closed, though the worker itself and the errors of its
+    requests are still there, as in a handler that builds the next one.
+    """
+    model = make_model(family)
+    worker = RolloutWorker(model, config=RolloutConfig(max_model_len=256))
+    worker.generate(PROMPTS, PARAMS)
+    tensors = [weakref.ref(tensor) for tensor in cache_tensors(worker)]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("in the kernel")
+
+    hook = worker.module.get_submodule("lm_head").register_forward_pre_hook(fail)
+    caplog.set_level(logging.CRITICAL, logger="samebit")  # pytest keeps records, with the error that was logged
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(WorkerStateError, match="ZeroDivisionError in the generation thread: in the kernel"):
+            worker.generate(PROMPTS, PARAMS)
+        worker.close()
+        assert [tensor() for tensor in tensors] == [None] * len(tensors)
+    finally:
+        gc.enable()
+        hook.remove()
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])

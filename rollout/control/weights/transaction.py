@@ -6,9 +6,9 @@ Invariants
   exit: that of the worker that was asked as it was told, every other by one.
 * The locks of several workers are taken in the order in which these came to the module, so that two transactions never
   wait for each other.
-* A transaction that is left by an exception makes the weights incomplete, with that exception as the
-  cause, and fails what is in flight: a mixture of weights never generates. (But for a caller that went away before
-  the block began: nothing was written.)
+* A transaction that is left by an exception makes the weights incomplete, with a copy of that exception as the
+  cause, which holds nothing of what ran, and fails what is in flight: a mixture of weights never generates. (But for a
+  caller that went away before the block began: nothing was written.)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from samebit.rollout.control.shelter import CallerLeftError, Gate
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.guard import without_frames
 from samebit.weight_sync import SyncBrokenError, SyncReport
 
 IN_FLIGHT = ("keep", "recompute", "wait", "abort")
@@ -94,9 +95,9 @@ def transaction(
         except CallerLeftError:
             raise
         except BaseException as error:
-            reason = f"an update broke off ({type(error).__name__}: {error})"
+            reason, cause = f"an update broke off ({type(error).__name__}: {error})", without_frames(error)
             for one in held:
-                one.break_off(reason, error)
+                one.break_off(reason, cause)
             raise
         user.take_new_weights(update.version, complete=update.complete)
         for other in (one for one in held if one is not user):

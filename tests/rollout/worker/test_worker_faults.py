@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.guard import without_frames
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import (
     SharedMemoryReceiver,
@@ -79,6 +82,91 @@ def test_a_full_shared_memory_ends_the_sync_on_both_sides_and_the_next_one_works
         sending.join(HANG)
     assert same(module, copies(trainer))
     assert len(worker.generate([[1]], FEW)) == 1
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Begin without garbage, and let none go away."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_an_update_that_broke_off_holds_nothing_of_its_block(make_worker: MakeWorker) -> None:
+    """The cause that a worker remembers of an update holds neither what the optimizer had, nor what its callers had;
+    it says where it came from.
+    """
+    worker, _ = make_worker(shared=True)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def optimizer_step() -> None:
+        moments = torch.ones(3)
+        made.append(weakref.ref(moments))
+        raise ZeroDivisionError("in the optimizer")
+
+    def train() -> None:
+        batch = torch.ones(3)
+        made.append(weakref.ref(batch))
+        with worker.weight_update():
+            optimizer_step()
+
+    with nothing_collected():
+        with suppress(ZeroDivisionError):  # pytest.raises would keep the traceback itself
+            train()
+        with pytest.raises(WorkerStateError, match="in the optimizer") as caught:
+            worker.generate([[1]], FEW)
+        assert [tensor() for tensor in made] == [None, None]
+    cause = caught.value.__cause__
+    assert isinstance(cause, ZeroDivisionError)
+    assert "optimizer_step" in cause.__notes__[0]
+
+
+def test_weights_that_were_not_taken_whole_are_not_held(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = make_worker()
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def send() -> None:
+        weights = copies(worker.module)
+        made.extend(map(weakref.ref, weights.values()))
+        worker.receive_weights(weights)
+
+    def fail(*_: object, **__: object) -> None:
+        raise VerificationError("not those")
+
+    monkeypatch.setattr(worker._weights, "write", fail)
+    with nothing_collected():
+        with suppress(VerificationError):
+            send()
+        assert made
+        assert [tensor() for tensor in made] == [None] * len(made)
+    with pytest.raises(WorkerStateError, match="VerificationError: not those"):
+        worker.generate([[1]], FEW)
+
+
+class OddError(Exception):
+    """Can not be made of its arguments again."""
+
+    def __init__(self, *, name: str) -> None:
+        super().__init__(f"no {name}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError(2, "gone", "file"), FileNotFoundError), (OddError(name="room"), RuntimeError), (KeyError("a"), KeyError)],
+    ids=["OSError", "OddError", "KeyError"],
+)
+def test_what_is_kept_of_an_error_says_what_it_said(error: Exception, kind: type[Exception]) -> None:
+    error.__cause__ = ValueError("before")
+    kept = without_frames(error)
+    assert type(kept) is kind
+    assert str(error) in str(kept)
+    assert isinstance(kept.__cause__, ValueError)
+    assert kept.__traceback__ is None
 
 
 def test_no_room_for_the_copy_of_weights_that_are_to_sleep(make_worker: MakeWorker) -> None:
