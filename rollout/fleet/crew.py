@@ -24,6 +24,7 @@ from samebit.rollout.fleet.background import Background, heard
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Command, Feed, Introduction, ReplicaPort, ReplicaState, Streamed, Wanted
 from samebit.rollout.fleet.routing.router import Router
+from samebit.rollout.fleet.tries import Tries
 from samebit.rollout.stats import at_rest
 
 logger = logging.getLogger(__name__)
@@ -34,18 +35,18 @@ DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
 
 @dataclass(eq=False)
 class Member:
-    """Holds what the fleet knows of a replica. incarnation: counts its starts. stats: as of its last feed, and of
-    one that is dead what it had counted. read: the digests of the adapters that it has read since it was started again,
-    by their inner names."""
+    """Holds what the fleet knows of a replica. tries: to start it again. incarnation: counts its starts. stats: as of
+    its last feed, and of one that is dead what it had counted. read: the digests of the adapters that it has read since
+    it was started again, by their inner names."""
 
     name: str
     port: ReplicaPort
     state: ReplicaState
     pid: int
+    tries: Tries
     incarnation: int = 1
     alive: bool = True
     starting: bool = False
-    restarts: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     read: dict[str, str | None] = field(default_factory=dict)
 
@@ -109,6 +110,7 @@ class Crew:
         if self.background.closed or not member.alive or member.starting or member.incarnation != life:
             return
         member.alive = False
+        member.tries.note_loss()
         member.stats = at_rest(member.stats)
         logger.warning("replica %s has died: %s", member.name, error)
         self.router.remove(member.name)
@@ -172,7 +174,9 @@ class Crew:
         ports = {name: one.result() for name, one in starting.items() if one.exception() is None}
         if not errors:
             told = {name: self.background.wait(port.begin(1)) for name, port in ports.items()}
-            self.members = {name: Member(name, ports[name], told[name].state, told[name].pid) for name in names}
+            self.members = {
+                name: Member(name, ports[name], one.state, one.pid, Tries(self.options)) for name, one in told.items()
+            }
             return told[names[0]]
         for port in ports.values():
             self.background.wait(port.stop())
@@ -228,10 +232,10 @@ class Crew:
             self.router.close(member.name, TROUBLE, state.trouble)
 
     async def _restart(self, member: Member) -> None:
-        """Start a replica again, at most `max_restarts` times."""
+        """Start a replica again, with pauses between the tries, at most `max_restarts` times in a row."""
         await member.port.stop()
-        while member.restarts < self.options.max_restarts and not self.background.closed:
-            member.restarts += 1
+        while not (member.tries.used_up or self.background.closed):
+            await asyncio.sleep(member.tries.take())
             self.restarts += 1
             member.starting = True
             try:
@@ -242,6 +246,7 @@ class Crew:
                 continue
             finally:
                 member.starting = False
+            member.tries.note_start()
             logger.info("replica %s was started again", member.name)
             return
         why = f"{_fate(member)}, and max_restarts={self.options.max_restarts} is used up"

@@ -48,7 +48,9 @@ class FleetOptions:
     resubmit: send the requests of a replica that has died to another one, from their tokens. A request of which tokens
         were streamed already ends with `WorkerLostError` all the same, as all do without this, and as does one under
         an adapter that has got a new version since, or was dropped.
-    max_restarts: how often a replica that has died is started again, each; 0 for never.
+    max_restarts: how often in a row a replica that has died is started again, each; 0 for never.
+    restart_seconds: the pause before the second start in a row; each later one is twice as long, up to a minute.
+    well_seconds: a replica that has run for so long was not started in a row with what came before.
     silent_seconds: a replica that says nothing for so long takes no new requests until it speaks again.
     sync_timeout: how long an update waits for the other side while no weights move, in seconds. A replica that has not
         answered then is asked how it is; one that says nothing for as long again, nor for `silent_seconds`, is dead.
@@ -57,6 +59,8 @@ class FleetOptions:
     router: RouterOptions = field(default_factory=RouterOptions)
     resubmit: bool = False
     max_restarts: int = 3
+    restart_seconds: float = 1.0
+    well_seconds: float = 300.0
     silent_seconds: float = 10.0
     sync_timeout: float = 60.0
 
@@ -66,7 +70,7 @@ class FleetOptions:
         check_bool("resubmit", self.resubmit)
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"max_restarts must be an int of at least 0, got {shown(self.max_restarts)}")
-        for name, least in (("silent_seconds", SHORTEST_SILENCE), ("sync_timeout", 0)):
-            value = vars(self)[name]
+        for name in ("silent_seconds", "sync_timeout", "restart_seconds", "well_seconds"):
+            value, least = vars(self)[name], SHORTEST_SILENCE if name == "silent_seconds" else 0
             if not is_positive_number(value) or value < least:
                 raise ValueError(f"{name} must be a number of at least {least} and above 0, got {shown(value)}")

@@ -154,12 +154,14 @@ def fleet_of(setup: Setup, model: Pinned) -> Fleet:
         from samebit.rollout.integrations.ray.room import even_share
     except ImportError as error:
         raise ValueError(f"replicas={setup.settings.replicas}: {error}") from error
-    fleets = connect(setup.settings.ray_address)
+    fleets, asked = connect(setup.settings.ray_address), setup.settings.max_restarts
     return fleets.start(
         model,
         replicas=setup.settings.replicas,
         config=setup.worker,
-        options=FleetOptions(resubmit=setup.settings.resubmit),
+        options=FleetOptions(
+            resubmit=setup.settings.resubmit, max_restarts=FleetOptions.max_restarts if asked is None else asked
+        ),
         num_cpus=setup.settings.replica_cpus or even_share(setup.settings.replicas),
     )
 

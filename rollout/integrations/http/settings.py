@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.fleet.options import FleetOptions
 
 PREFIX = "SAMEBIT_SERVE_"
 SECRETS = ("api_key", "control_token")
@@ -55,6 +56,9 @@ class ServeSettings:
     replica_cpus: int | None = field(default=None, metadata={"help": "cores a replica (an even share)"})
     ray_address: str | None = field(default=None, metadata={"help": "a running Ray cluster (one of its own)"})
     resubmit: bool = field(default=False, metadata={"help": "requests of a dead replica go to another"})
+    max_restarts: int | None = field(
+        default=None, metadata={"help": f"starts in a row of a dead replica ({FleetOptions.max_restarts})"}
+    )
     max_waiting: int = field(default=1024, metadata={"help": "samples that may wait; more are answered 429"})
     max_n: int = field(default=128, metadata={"help": "samples a prompt"})
     max_prompts: int = field(default=256, metadata={"help": "prompts a request"})
@@ -90,8 +94,11 @@ class ServeSettings:
                 raise ValueError(f"{name} must be above 0, got {vars(self)[name]}")
         if self.replica_cpus is not None and self.replica_cpus < 1:
             raise ValueError(f"replica_cpus must be at least 1, got {self.replica_cpus}")
-        for name in ("replica_cpus", "ray_address", "resubmit"):
-            if vars(self)[name] and self.replicas == 1:
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
+        for name in ("replica_cpus", "ray_address", "resubmit", "max_restarts"):
+            given = vars(self)[name]
+            if self.replicas == 1 and given not in (None, "") and given is not False:
                 raise ValueError(f"{name} is for several replicas, and replicas is 1")
         if self.control not in CONTROLS:
             raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {self.control!r}")

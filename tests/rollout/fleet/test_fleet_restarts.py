@@ -16,7 +16,9 @@ import torch
 from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.background import Doing
 from samebit.rollout.fleet.crew import Member
+from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Feed
+from samebit.rollout.fleet.tries import Tries
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
@@ -85,6 +87,42 @@ def test_a_replica_that_can_not_be_brought_to_the_state_of_the_fleet_is_stopped(
         for port in ports:
             with pytest.raises(WorkerStateError, match="the worker is closed"):
                 port.side.rollout.check_usable()
+
+
+def test_restarts_of_a_replica_that_has_run_well_do_not_add_up() -> None:
+    with LocalFleet(replicas=2, max_restarts=1, well_seconds=1e-9) as local:
+        for starts in range(2, 6):
+            local.kill("0")
+            wait_until(lambda: local.started.count("0") == starts and all(local.fleet.replicas.values()))  # noqa: B023
+        assert local.fleet.stats()["replica_restarts"] == 4
+        local.refuse = ValueError("no memory")
+        local.kill("0")
+        wait_until(lambda: "max_restarts=1 is used up" in local.fleet._crew.router.closed().get("0", ""))
+        assert local.started.count("0") == 6
+
+
+def test_tries_in_a_row_are_counted_with_longer_and_longer_pauses_until_a_replica_runs_well() -> None:
+    now = [0.0]
+    tries = Tries(FleetOptions(max_restarts=9, restart_seconds=1, well_seconds=300), lambda: now[0])
+    assert [tries.take() for _ in range(4)] == [0, 1, 2, 4]
+    tries.note_start()
+    now[0] = 299
+    tries.note_loss()
+    assert [tries.take() for _ in range(4)] == [8, 16, 32, 60]
+    assert not tries.used_up
+    assert tries.take() == 60
+    assert tries.used_up
+    tries.note_start()
+    now[0] += 300
+    tries.note_loss()
+    assert not tries.used_up
+    assert [tries.take() for _ in range(2)] == [0, 1]
+
+
+def test_no_replica_is_started_again_where_none_shall_be() -> None:
+    tries = Tries(FleetOptions(max_restarts=0))
+    assert tries.used_up
+    assert Tries(FleetOptions(max_restarts=10**9)).take() == 0
 
 
 def refuse(port: LocalPort, command: str) -> None:

@@ -42,6 +42,8 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         (["--replicas", "2", "--replica-cpus", "0"], {}, "", "replica_cpus must be at least 1, got 0"),
         (["--ray-address", "auto"], {}, "", "ray_address is for several replicas, and replicas is 1"),
         (["--resubmit", "true"], {}, "", "resubmit is for several replicas"),
+        (["--max-restarts", "0"], {}, "", "max_restarts is for several replicas"),
+        (["--replicas", "2", "--max-restarts", "-1"], {}, "", "max_restarts must not be negative, got -1"),
         ([], {}, "digest_key: x", "has digest_key, which are no settings"),
         (["--max-waiting", "-1"], {}, "", "max_waiting must not be negative, got -1"),
         (["--stall-seconds", "0"], {}, "", "stall_seconds must be above 0, got 0.0"),
