@@ -10,10 +10,12 @@ import logging
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -48,7 +50,7 @@ from samebit.rollout.integrations.verl.trainer.rollout import SamebitRollout
 from samebit.weight_sync import SyncTimeoutError, WeightStream
 
 from ...forks import python
-from ...patience import HANG
+from ...patience import HANG, wait_until
 
 
 def run(command: list[str], code: str) -> subprocess.CompletedProcess[str]:
@@ -206,6 +208,44 @@ def test_dead_servers_stop_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "_launched", [fine])
     launched.check_servers()
     monkeypatch.setattr(launched, "_launched", [fine, dead])
+    with pytest.raises(WorkerLostError, match="a is lost: why it died"):
+        launched.check_servers()
+
+
+def test_copies_of_a_replica_watch_its_server_once_and_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is watched once in a process, and counted once: fully_async with dynamic resources makes copies of all
+    replicas at each step, to ask for their names.
+    """
+    died, asked = threading.Event(), []
+
+    def wait_for(call: str) -> None:
+        asked.append(call)
+        assert died.wait(HANG)
+        raise RuntimeError("why it died")
+
+    numbers = {"requests_finished": 1.0}
+    handle = SimpleNamespace(
+        watch=SimpleNamespace(remote=lambda: "watch"), stats=SimpleNamespace(remote=lambda: numbers)
+    )
+    monkeypatch.setattr(launched, "_launched", WeakSet())
+    monkeypatch.setattr(launched, "wait_for", wait_for)
+    monkeypatch.setattr(launched.ray, "get", lambda values: values)
+    state = {"_server_handle": handle, "_server_address": "a", "is_reward_model": False, "is_teacher_model": False}
+    copies = [replica.SamebitReplica.__new__(replica.SamebitReplica) for _ in range(3)]
+    for one in copies:
+        one.__setstate__(state)
+    assert "server" in copies[0].__getstate__()
+    assert copies[0].__getstate__()["server"] is None
+    wait_until(lambda: asked)
+    assert launched.server_metrics()["samebit/requests_finished"] == 1.0
+    launched.check_servers()
+    gone = weakref.ref(copies.pop(0))
+    del one
+    copies[1:] = []
+    assert gone() is None, "the watch holds no replica"
+    died.set()
+    wait_until(lambda: copies[0].server.failure is not None)
+    assert asked == ["watch"]
     with pytest.raises(WorkerLostError, match="a is lost: why it died"):
         launched.check_servers()
 

@@ -5,8 +5,6 @@ Invariant: a server that died or broke is known here within a second; `launched`
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +14,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.workers.rollout.replica import RolloutReplica
 
-from samebit.rollout.integrations.ray import start_actor, wait_for, wait_for_async
+from samebit.rollout.integrations.ray import start_actor, wait_for_async
 from samebit.rollout.integrations.ray.client import MOST_CALLS
 from samebit.rollout.integrations.verl.names import server_name
 from samebit.rollout.integrations.verl.options import check_trainer, server_options
 from samebit.rollout.integrations.verl.patches import replace_trainer_functions
 from samebit.rollout.integrations.verl.server import checkpoint_engine
-from samebit.rollout.integrations.verl.server.launched import note_launched
+from samebit.rollout.integrations.verl.server.launched import Server, watched
 from samebit.rollout.integrations.verl.server.server import SamebitServer
-
-logger = logging.getLogger(__name__)
 
 
 class SamebitReplica(RolloutReplica):
@@ -41,14 +37,17 @@ class SamebitReplica(RolloutReplica):
         self.options = server_options(self.config, model_config, replica_rank, name)
         if self.is_policy:
             check_trainer(self.config.dtype, model_config, _mixed_precision(config))
-        self.failure: Exception | None = None
-        self.seen: dict[str, float] = {}
+        self.server: Server | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what this process knows of the server: another one watches it too."""
+        return {**self.__dict__, "server": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Watch the server in this process too: fully_async starts servers in one process and trains in another."""
         self.__dict__.update(state)
         _prepare_process()
-        self._begin_to_watch()
+        self._watch()
 
     @property
     def is_policy(self) -> bool:
@@ -83,18 +82,10 @@ class SamebitReplica(RolloutReplica):
         self.servers = [server]
         self._server_handle = server
         self._server_address = name
-        self._begin_to_watch()
-
-    def _begin_to_watch(self) -> None:
-        threading.Thread(target=self._watch, name=f"{self.options.name}-watch", daemon=True).start()
-        note_launched(self)
+        self._watch()
 
     def _watch(self) -> None:
-        try:
-            wait_for(self._server_handle.watch.remote())
-        except Exception as error:
-            self.failure = error
-            logger.error("%s: %s", self._server_address, error)
+        self.server = watched(self._server_handle, self._server_address, is_policy=self.is_policy)
 
 
 def gpu_environment(device: str, gpus: Sequence[object]) -> dict[str, str]:
