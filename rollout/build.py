@@ -5,6 +5,8 @@ Invariants
 * No request runs yet, and no thread exists, when the parts are there.
 * What the calling thread has chosen for new tensors and launches (`torch.set_default_device`, `torch.cuda.set_device`)
   changes nothing: arrays of the host are on the host, and a model's kernels run on the GPU that it is on.
+* Nor does `torch.inference_mode`, which is of one thread: another one, as that which generates, may not write to
+  tensors that were made in it.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class WorkerParts:
         )
 
 
+@torch.inference_mode(False)
 def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
     """Load the model, or take the trainer's, bind it, test it where that is asked for, and size its memory."""
     _check_given(config, tokenizer)

@@ -14,6 +14,7 @@ WHOLE_GPU = threading.Lock()
 torch's cache of a GPU, where torch would then do nothing and not say so, or waits for all that runs there."""
 
 
+@torch.inference_mode(False)  # another thread writes to it, which may not be in that mode
 def zeroed_pool(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
     """Allocate zeros that begin a cache line, on the CPU in huge pages where the system has some.
 
