@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
-from samebit.kernels.cpu.base.numeric import EXP_LOWEST, exp, narrow, widen
+from samebit.kernels.cpu.base.numeric import EXP_LOWEST, exp, narrow, share_left, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.device import DTYPES
@@ -125,14 +125,24 @@ def _gather_backward_row(
     row: int, logits: Any, tokens: Any, temperatures: Any, peaks: Any, log_totals: Any, grad: Any, out: Any,
 ) -> None:  # fmt: skip
     scale = grad[row] / temperatures[row]
-    shift = peaks[row] + log_totals[row]
+    peak, log_total = peaks[row], log_totals[row]
     row_in, row_out, temperature = logits[row], out[row], temperatures[row]
     for i in range(len(row_in)):
-        row_out[i] = narrow(-scale * exp(widen(row_in[i]) / temperature - shift), row_out[i])
+        row_out[i] = narrow(-scale * _probability(row_in[i], temperature, peak, log_total), row_out[i])
     token = tokens[row]
     if 0 <= token < len(row_in):
-        share = -scale * exp(widen(row_in[token]) / temperature - shift)
+        share = -scale * _probability(row_in[token], temperature, peak, log_total)
         row_out[token] = narrow(share + scale, row_out[token])
+
+
+@inlined_part
+def _probability(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
+    """Return the probability of a token as the forward has it, 0 below e**-60: a gradient of it would be subnormal.
+
+    The sum of peak and log_total would be rounded, by as much for all tokens of a row: at low temperatures, where the
+    peak is far from 0, by more than a gradient may be off.
+    """
+    return share_left(logprob(widen(logit), temperature, peak, log_total))
 
 
 def _all(threads: int, logits: Any, temperatures: Any, out: Any) -> None:
@@ -216,7 +226,7 @@ def _entropy_backward_row(
     for i in range(len(row_in)):
         logit = widen(row_in[i])
         logprob = (logit / temperature - peaks[row]) - log_totals[row]
-        value = scale * exp(logprob) * (logprob + entropy)
+        value = scale * share_left(logprob) * (logprob + entropy)
         row_out[i] = narrow(_ZERO if _ruled_out(logit, logprob) else value, row_out[i])
 
 

@@ -80,3 +80,26 @@ def assert_near(actual: torch.Tensor, oracle: torch.Tensor, factor: float = 1.0)
 
 def leaves(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.clone().requires_grad_() for tensor in tensors)
+
+
+LOW_TEMPERATURES = (1.0, 0.3, 0.1, 0.01)
+
+
+def far_ahead(temperature: float) -> torch.Tensor:
+    """Draw logits of which two are far ahead of all others, and near each other at this temperature: 7 rows."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, 1009) * 4
+    logits[:, 0] = torch.linspace(25, 30, 7)
+    logits[:, 1] = logits[:, 0] - temperature
+    logits[:, 2] = -1e9
+    return logits
+
+
+def assert_gradient_of_rows(found: torch.Tensor, oracle: torch.Tensor, logprobs: torch.Tensor) -> None:
+    """Check that the gradient of each row is near the oracle's and adds up to what the oracle's does, near 0, and that
+    it is 0, and not subnormal, of tokens of these log-probabilities that are below -60."""
+    assert_near(found, oracle, 8)  # logits and peaks that are divided by a low temperature are rounded
+    off = (found.cpu().double() - oracle).sum(1).abs().max()
+    assert off <= 1e-6 * oracle.abs().max(), f"all tokens of a row are off by a common factor: {off:.1e}"
+    assert not found.cpu()[logprobs < -60.1].any()
+    assert found[found != 0].abs().min() >= torch.finfo(torch.float32).tiny

@@ -9,7 +9,7 @@ from samebit.kernels import logprobs_from_logits
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax
 
 from . import reference
-from .helpers import THREADS, assert_near, leaves, threads
+from .helpers import LOW_TEMPERATURES, THREADS, assert_gradient_of_rows, assert_near, far_ahead, leaves, threads
 
 VOCABULARIES = (2, 1009, 50257, 151936)
 OF_LOGITS = (logprobs_from_logits, lambda logits, _, temperatures: entropy_from_logits(logits, temperatures))
@@ -44,6 +44,20 @@ def test_gradients_are_near_the_oracle(vocabulary: int) -> None:
     out.backward(upstream)
     reference.logprobs(exact, tokens, temperatures).backward(upstream.double())
     assert_near(mine.grad, exact.grad)
+
+
+@pytest.mark.parametrize("temperature", LOW_TEMPERATURES)
+def test_gradients_at_low_temperatures(temperature: float) -> None:
+    logits, temperatures = far_ahead(temperature), torch.full((7,), temperature)
+    tokens = torch.tensor([0, 1, 0, 1, 0, 1, 0])
+    scored, exact, spread, exactly_spread = leaves(logits, logits.double(), logits, logits.double())
+    logprobs_from_logits(scored, tokens, temperatures).sum().backward()
+    reference.logprobs(exact, tokens, temperatures).sum().backward()
+    entropy_from_logits(spread, temperatures).sum().backward()
+    reference.entropy(exactly_spread, temperatures).sum().backward()
+    logprobs = (logits.double() / temperatures[:, None]).log_softmax(1)
+    assert_gradient_of_rows(scored.grad, exact.grad, logprobs)
+    assert_gradient_of_rows(spread.grad, exactly_spread.grad, logprobs)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -126,7 +126,7 @@ def exp(x: Any) -> Any:
 
 @inlined_part
 def share_left(decay: Any) -> Any:
-    """Return e**x of a decay, 0 below `GONE`; NaN stays NaN."""
+    """Return e**x of a decay, or of a log-probability, 0 below `GONE`; NaN stays NaN."""
     return _ZERO if decay < _GONE else exp(decay)
 
 

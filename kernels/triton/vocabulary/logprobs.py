@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from triton.language import tensor
 
+from samebit.kernels.layout.decays import GONE
 from samebit.kernels.layout.grids import VOCAB_CHUNK
 from samebit.kernels.layout.options import Reduced
 from samebit.kernels.triton.numeric import aligned, jit
@@ -18,7 +19,6 @@ from samebit.kernels.triton.vocabulary.chunks import (
     Parts,
     chunk_of,
     chunk_sums,
-    chunk_weights,
     part_peaks,
     row_peak,
     row_total,
@@ -27,6 +27,9 @@ from samebit.kernels.triton.vocabulary.chunks import (
 _UNLIKELY = tl.constexpr(-87.0)
 """A token of a lower log-probability has no part in the entropy, as on the CPU: -p log p is below 1.5e-36, and where
 logit / temperature is -inf it would be NaN."""
+
+_GONE = tl.constexpr(GONE)
+"""A token of a lower log-probability has a gradient of 0, as on the CPU."""
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -130,9 +133,15 @@ def _gather_gradients(
     peak, log_total = tl.load(peaks + r), tl.load(log_totals + r)
     for first in range(0, VOCAB, CHUNK):
         token = first + tl.arange(0, CHUNK)
-        weights = chunk_weights(chunk_of(row, first, VOCAB, CHUNK), temperature, peak + log_total)
-        value = scale * (tl.where(token == chosen, 1.0, 0.0) - weights)
+        logprobs = (tl.div_rn(chunk_of(row, first, VOCAB, CHUNK), temperature) - peak) - log_total
+        value = scale * (tl.where(token == chosen, 1.0, 0.0) - _probabilities(logprobs))
         tl.store(out + r.to(tl.int64) * VOCAB + token, value.to(out.dtype.element_ty), mask=token < VOCAB)
+
+
+@jit()
+def _probabilities(logprobs: tensor) -> tensor:
+    """Return what gradients take for e**logprobs: 0 below `GONE`. NaN stays NaN."""
+    return tl.where(logprobs < _GONE, 0.0, tl.exp(logprobs))
 
 
 @jit()
@@ -186,5 +195,5 @@ def _entropy_gradients(
         token = first + tl.arange(0, CHUNK)
         values = chunk_of(row, first, VOCAB, CHUNK)
         logprobs = (tl.div_rn(values, temperature) - peak) - log_total
-        slope = tl.where(_ruled_out(values, logprobs), 0.0, scale * tl.exp(logprobs) * (logprobs + entropy))
+        slope = tl.where(_ruled_out(values, logprobs), 0.0, scale * _probabilities(logprobs) * (logprobs + entropy))
         tl.store(out + r.to(tl.int64) * VOCAB + token, slope.to(out.dtype.element_ty), mask=token < VOCAB)

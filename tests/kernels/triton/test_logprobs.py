@@ -13,7 +13,7 @@ from samebit.kernels.triton.vocabulary import logprobs as gpu_logprobs
 from samebit.kernels.triton.vocabulary import sampling as gpu
 
 from .. import reference
-from ..helpers import assert_near, rounded_up
+from ..helpers import LOW_TEMPERATURES, assert_gradient_of_rows, assert_near, far_ahead, rounded_up
 from .gpu import DEVICE, DTYPES, leaf
 from .launches import launches
 
@@ -51,6 +51,20 @@ def test_values_and_gradients_are_near_the_oracle(vocab: int, dtype: torch.dtype
     assert_near(found.grad, exact.grad, 3)
     whole = log_softmax(logits.to(DEVICE), temperatures.to(DEVICE))
     assert torch.equal(whole.cpu()[range(3), tokens], scores.detach().cpu()), "another normaliser"
+
+
+@pytest.mark.parametrize("temperature", LOW_TEMPERATURES)
+def test_gradients_at_low_temperatures(temperature: float) -> None:
+    logits, temperatures = far_ahead(temperature), torch.full((7,), temperature)
+    tokens, exact = torch.tensor([0, 1, 0, 1, 0, 1, 0]), logits.double().requires_grad_()
+    scored, spread = leaf(logits), leaf(logits)
+    logprobs_from_logits(scored, tokens.to(DEVICE), temperatures.to(DEVICE)).sum().backward()
+    entropy_from_logits(spread, temperatures.to(DEVICE)).sum().backward()
+    oracles = reference.logprobs(exact, tokens, temperatures), reference.entropy(exact, temperatures)
+    logprobs = (logits.double() / temperatures[:, None]).log_softmax(1)
+    for found, oracle in zip((scored, spread), oracles, strict=True):
+        assert found.grad is not None
+        assert_gradient_of_rows(found.grad, torch.autograd.grad(oracle.sum(), exact)[0], logprobs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
