@@ -1,5 +1,6 @@
 """Show a finished run: the table on the terminal and reward.png."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from matplotlib.axes import Axes
 
 TRAINING = {"perf/time_train": "training", "perf/time_logprobs": "log-probabilities only"}
 DIFF = "training/rollout_logprobs_diff_max"
+
+MOST_BARS = 500
+"""A picture has no room for more, and matplotlib takes 9 KB for each of three names."""
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -128,19 +132,31 @@ def _times(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw what the trainer waits for at the bottom, and a rollout that runs beside it as a separate line."""
     overlapped = any("perf/time_wait" in row for row in rows)
     first = {"perf/time_wait": "waiting for samples"} if overlapped else {"perf/time_generate": "rollout"}
-    steps = sorted({int(row["step"]) for row in rows if "perf/time_generate" in row})
-    bottom = [0.0] * len(steps)
+    width, bars = _bars([row for row in rows if "perf/time_generate" in row])
+    places = [(bar[0]["step"] + bar[-1]["step"]) / 2 for bar in bars]
+    bottom = [0.0] * len(bars)
     for name, label in {**first, **TRAINING}.items():
-        means = _means(rows, name, steps)
-        axes.bar(steps, means, bottom=bottom, label=label)
+        means = _means(bars, name)
+        axes.bar(places, means, 0.8 * width, bottom=bottom, label=label)
         bottom = [low + mean for low, mean in zip(bottom, means, strict=True)]
     if overlapped:
-        axes.plot(steps, _means(rows, "perf/time_generate", steps), "k.", label="rollout, beside it")
-    axes.set(title="Seconds a step (mean of the seeds)")
+        axes.plot(places, _means(bars, "perf/time_generate"), "k.", label="rollout, beside it")
+    axes.set(title=f"Seconds a step (mean of the seeds{f', and of {width} steps' if width > 1 else ''})")
 
 
-def _means(rows: Sequence[Row], name: str, steps: Sequence[int]) -> list[float]:
-    return [_mean([row[name] for row in rows if row["step"] == step]) for step in steps]
+def _bars(rows: Sequence[Row]) -> tuple[int, list[list[Row]]]:
+    """Return how many steps share a bar, one unless there are many, and the rows of each bar in order of the steps."""
+    by_step: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_step[int(row["step"])].append(row)
+    steps = sorted(by_step)
+    width = max(-(-len(steps) // MOST_BARS), 1)
+    parts = [steps[first : first + width] for first in range(0, len(steps), width)]
+    return width, [[row for step in part for row in by_step[step]] for part in parts]
+
+
+def _means(bars: Sequence[Sequence[Row]], name: str) -> list[float]:
+    return [_mean([row[name] for row in bar]) for bar in bars]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from samebit.recipes import experiment, grpo, report, tiny_model
-from samebit.recipes.metrics import MetricsLog
+from samebit.recipes.metrics import MetricsLog, Row
 from samebit.recipes.problem import Problem
 from samebit.recipes.saved_run import SavedRun
 
@@ -116,6 +116,40 @@ def test_a_run_off_policy_in_which_a_seed_learned_nothing_has_its_picture(
                 row[name] = 0.1
     report.figure(rows, tmp_path / "reward.png")
     assert drawn == [[4, 4, 2, 0, 2, 2 * len(learned)]]
+
+
+@pytest.mark.parametrize(("steps", "width"), [(report.MOST_BARS, 1), (3 * report.MOST_BARS - 1, 3)])
+def test_the_picture_of_a_long_run_reads_its_rows_a_few_times(
+    steps: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rows(list[Row]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Row]:
+            self.passes += 1
+            return super().__iter__()
+
+    drawn: list[list[tuple[float, float, float]]] = []
+
+    def looked_at(figure: Figure, *_: object, **__: object) -> None:
+        bars = figure.axes[3].patches[: report.MOST_BARS]
+        drawn.append([(bar.get_x() + bar.get_width() / 2, bar.get_width(), bar.get_height()) for bar in bars])
+        assert len(figure.axes[3].patches) == 3 * len(bars)
+
+    monkeypatch.setattr(Figure, "savefig", looked_at)
+    times = {"perf/time_train": 1.0, "perf/time_logprobs": 1.0}
+    rows = Rows(
+        {"seed": seed, "step": step, report.DIFF: 0.0, "training/tokens_compared": 1, "training/tokens_differing": 0}
+        | {"perf/time_generate": step + seed, **times}
+        for seed in range(2)
+        for step in range(1, steps + 1)
+    )
+    report.figure(rows, tmp_path / "reward.png")
+    assert rows.passes < 40
+    assert len(drawn[0]) == report.MOST_BARS
+    middles = (1 + width) / 2, ((report.MOST_BARS - 1) * width + 1 + steps) / 2
+    for bar, middle in zip((drawn[0][0], drawn[0][-1]), middles, strict=True):
+        assert bar == pytest.approx((middle, 0.8 * width, middle + 0.5))
 
 
 def test_own_model_and_own_prompts(tiny: Tiny, out: Path, tmp_path: Path) -> None:
