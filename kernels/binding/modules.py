@@ -30,12 +30,8 @@ from samebit.kernels.layout.forward_context import (
 )
 from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.norm import layer_norm, rms_norm
-from samebit.kernels.ops.rope import (
-    QueryFactors,
-    RotaryTables,
-    angles_of,
-    rotary_tables,
-)
+from samebit.kernels.ops.rope import QueryFactors, RotaryTables, angles_of, rotary_tables
+from samebit.kernels.ops.score_arguments import check_not_compiled
 
 KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
@@ -145,6 +141,7 @@ class EmbeddingFacts:
 
 def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the decoder's own forward inside the layout that its arguments describe."""
+    check_not_compiled("a bound model")
     ids = ids_of_call(args, kwargs)
     installed = installed_context()
     _refuse_unsupported(ids, kwargs)

@@ -1,11 +1,26 @@
-"""Check what a caller says about a score: which token ids, and at which temperatures."""
+"""Check what a caller says about a score: which token ids, at which temperatures, and that nobody compiles it."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # loads nothing of torch._dynamo
 
 from samebit.kernels.layout.shape_checks import check_readable
+
+
+def check_not_compiled(what: str) -> None:
+    """Raise ValueError if `what` runs inside of a function that torch.compile compiles.
+
+    What lies between the kernels would be compiled, and rounded in other places: a product that is added, say. The
+    tracer asks no function whether it may: this one stands in no graph, and so is called when the graph has run.
+    """
+    if get_eval_frame_callback():  # None, and False where only what was compiled before runs compiled
+        raise ValueError(
+            f"{what} is called inside of a function that torch.compile compiles, where it does not keep its bits: call "
+            "it outside and compile what follows, or put the call into a function that is decorated with "
+            "torch.compiler.disable"
+        )
 
 
 def check_ids(name: str, ids: object) -> None:
