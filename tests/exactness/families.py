@@ -524,8 +524,8 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _corrections(model: PreTrainedModel) -> list[Any]:
-    """Return the routers that have a correction bias."""
-    return [part for part in model.modules() if "e_score_correction_bias" in dict(part.named_buffers(recurse=False))]
+    """Return the modules that have a correction bias, a buffer or a parameter."""
+    return [part for part in model.modules() if "e_score_correction_bias" in {**part._buffers, **part._parameters}]
 
 
 @cache

@@ -74,7 +74,7 @@ def loss(scores: Scores) -> torch.Tensor:
 
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.zero_grad()
     assert all(grad is not None for grad in found.values())
     return found

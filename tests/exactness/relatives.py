@@ -73,6 +73,18 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "SolarOpen": ("SolarOpen", {**_GROUPS, "head_dim": 50, "attention_bias": True}),
+    "Ernie4_5_Moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_layer_interval": 2,
+            "moe_num_experts": 15,
+            "moe_k": 4,
+            "moe_intermediate_size": 50,
+            "moe_num_shared_experts": 2,
+            "use_bias": True,
+        },
+    ),
 }
 """Holds those with routed experts."""
 

@@ -28,7 +28,7 @@ FAMILIES = (
     "Glm4Moe",
     "Qwen3Next",
     "DeepseekV2",
-    *(("Qwen2Moe", "Dots1", "SolarOpen") if CAMPAIGN else ()),
+    *(("Qwen2Moe", "Dots1", "SolarOpen", "Ernie4_5_Moe") if CAMPAIGN else ()),
 )
 SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"
 

@@ -30,6 +30,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 5, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
     "Qwen2Moe": {"num_experts": 5, "shared_expert_intermediate_size": 13},
     "Mixtral": {"num_local_experts": 5},
+    "Ernie4_5_Moe": {"moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 0},
     "MiniMaxM2": {"num_local_experts": 5},
     "Olmoe": {"num_experts": 5},
     "Glm4Moe": _GROUPED,
@@ -63,7 +64,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
 """Holds what each family's config adds to the common sizes, by the prefix of its classes."""
 
 IN_PARTS = (
-    *("Qwen3Moe", "Qwen2Moe", "Mixtral", "MiniMaxM2", "Olmoe", "Glm4Moe", "Dots1", "SolarOpen"),
+    *("Qwen3Moe", "Qwen2Moe", "Mixtral", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe", "Glm4Moe", "Dots1", "SolarOpen"),
     *("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH"),
 )
 """Lists the families whose checkpoints hold one tensor for each expert."""

@@ -31,6 +31,7 @@ class RouterFacts:
         layer: counts the layers with experts.
         corrected: it has an ``e_score_correction_bias``; where its block has, each call is handed that.
         biased: it has a ``bias``.
+        statics: as in `expert_family.Router`.
         nested: its weight is that of the module ``layer`` inside it.
         logits_last: as in `family.Router`.
     """
@@ -38,6 +39,7 @@ class RouterFacts:
     options: RoutingOptions
     layer: int
     corrected: bool
+    statics: bool
     biased: bool
     nested: bool
     logits_last: bool
@@ -90,11 +92,12 @@ def router_forward(
     ``correction``: ``[E]``, of a block that has it."""
     facts: RouterFacts = self.samebit
     holder = self.layer if facts.nested else self
+    correction = correction_of(self, facts) if correction is None else correction
     routing = route(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         holder.weight,
         holder.bias if facts.biased else None,
-        self.e_score_correction_bias if facts.corrected else correction,
+        correction,
         facts.options,
     )
     notes = installed_notes()
@@ -102,6 +105,14 @@ def router_forward(
         notes.note(facts.layer, routing.ids)
     given = routing.logits, routing.weights, routing.ids
     return given[::-1] if facts.logits_last else given
+
+
+def correction_of(router: Any, facts: RouterFacts) -> torch.Tensor | None:
+    """Return the correction ``[E]`` that a router has itself; None for one that has none."""
+    if facts.statics:
+        correction: torch.Tensor = router.moe_statics.e_score_correction_bias.detach()[0]
+        return correction
+    return router.e_score_correction_bias if facts.corrected else None
 
 
 def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,9 @@ from samebit.kernels.ops.experts.routing import check_options
 CORRECTION = "e_score_correction_bias"
 """Names what a router of sigmoids adds to its scores where it chooses; always float32."""
 
+_LEAST_SUM = 1e-12
+"""No row's chosen experts have so little of a softmax together, short of corrections that outweigh all scores."""
+
 
 class ExpertPlan:
     """Decides the forwards of blocks of experts and of the modules in them, in the order of the traversal."""
@@ -90,8 +93,12 @@ class ExpertPlan:
         nested = "layer" in dict(router.named_children())
         corrected = self.family.scores == "sigmoid" and not self.family.router.handed
         last = self.family.router.logits_last
-        facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested, last)
+        statics = self.family.router.statics
+        facts = RouterFacts(options, len(self.layers), corrected, statics, self.family.biased, nested, last)
         self.inside[name] = Attachment(router_forward, facts)
+        if statics:
+            self._check_class(f"{name}.moe_statics", router.get_submodule("moe_statics"), ("Statics",))
+            self.inside[f"{name}.moe_statics"] = None
         if nested:
             self.inside[f"{name}.layer"] = None
         self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
@@ -118,6 +125,12 @@ class ExpertPlan:
         family, config = self.family, self.config  # whose attributes have other names in Kimi-Linear's files
         groups = family.group_score != "none" and self._has_groups(name)
         key = family.normalised
+        least = family.router.least_sum
+        if least and getattr(config, least) > _LEAST_SUM:
+            raise BindingError(
+                f"{self.prefix}: {least}={getattr(config, least)} of {name}, the least that weights are divided by; "
+                f"allowed: up to {_LEAST_SUM}"
+            )
         return RoutingOptions(
             scores=family.scores,
             top_k=self.config.num_experts_per_tok,
@@ -165,7 +178,7 @@ def check_corrections(model: nn.Module) -> None:
     Raises:
         BindingError: one that is not float32, by name.
     """
-    for name, buffer in model.named_buffers():
+    for name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith(CORRECTION) and buffer.dtype is not torch.float32:
             raise BindingError(
                 f"{name} is {buffer.dtype}; exact is torch.float32. A cast of the whole model (model.to(dtype)) rounds "

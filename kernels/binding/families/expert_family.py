@@ -10,12 +10,16 @@ class Router:
 
     logits_last: it gives ids, weights and logits, where others give logits, weights and ids.
     handed: its block has the ``e_score_correction_bias``, and hands it to each call.
+    statics: its module ``moe_statics`` has that, a parameter ``[1, E]`` without a gradient.
+    least_sum: the config's key for the least that it divides by; empty for none.
     """
 
     name: str = "gate"
     classes: tuple[str, ...] = ("TopKRouter",)
     logits_last: bool = False
     handed: bool = False
+    statics: bool = False
+    least_sum: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class ExpertFamily:
     Attributes:
         block: class name of the module that holds router and experts.
         scores: as in `layout.options.RoutingOptions`; routers of sigmoids, or their blocks, have an
-            ``e_score_correction_bias``.
+            ``e_score_correction_bias``, those of a softmax where `Router` says so.
         experts: class names of the module that holds the experts' weights; ``ParallelExperts`` are two of them.
         router: its names.
         normalised: the config's key for whether weights are divided by their sum; empty where they are not, True where

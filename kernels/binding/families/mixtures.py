@@ -62,6 +62,13 @@ MIXTURES = (
     Family("GraniteMoe", scaled_down, experts=GRANITE),
     Family("GraniteMoeShared", scaled_down, mlp=MLPFamily("input_linear"), experts=GRANITE),
     Family(
+        "Ernie4_5_Moe",
+        unchanged,
+        attention=AttentionFamily(rotation=RotationFamily(neighbours=True)),
+        experts=replace(SOFTMAX, normalised=True, router=Router(statics=True, least_sum="moe_norm_min")),
+        layers=_PRE_NORM,
+    ),
+    Family(
         "GptOss",
         unchanged,
         attention=AttentionFamily(sinks=True),

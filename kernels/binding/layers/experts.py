@@ -10,10 +10,10 @@ from samebit.kernels.binding.experts.forwards import (
     ExpertFacts,
     RouterFacts,
     block_forward,
+    correction_of,
     experts_forward,
     router_forward,
 )
-from samebit.kernels.binding.experts.plan import CORRECTION
 from samebit.kernels.binding.layers.known import ExpertBlock
 from samebit.kernels.binding.layers.linears import is_plain_mlp, linears_of
 from samebit.kernels.binding.layers.untouched import runs
@@ -35,9 +35,9 @@ def block_behind(block: Any, context: ForwardContext, wrapped: bool) -> ExpertBl
     if not (runs(router, router_forward) and runs(experts, experts_forward)):
         return None
     of_router: RouterFacts = router.samebit
-    correction = router._buffers.get(CORRECTION)
+    correction = correction_of(router, of_router)
     every_row = _every_row(block, facts, context, wrapped)
-    if of_router.nested or every_row is None or of_router.corrected != (correction is not None):
+    if of_router.nested or every_row is None:
         return None
     of_experts: ExpertFacts = experts.samebit
     options, (shared, gate) = of_experts.options, every_row
