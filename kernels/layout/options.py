@@ -215,6 +215,7 @@ class RoutingOptions:
         groups: of experts, of equal size and side by side; only experts of the best groups can be chosen.
         kept_groups: how many those are.
         group_score: what groups are compared by, the best score in them or the sum of the two best.
+        floor: added to the sum of sigmoids that weights are divided by.
     """
 
     scores: Literal["softmax", "softmax_of_chosen", "sigmoid"]
@@ -224,6 +225,7 @@ class RoutingOptions:
     groups: int = 1
     kept_groups: int = 1
     group_score: Literal["best", "best_two"] = "best_two"
+    floor: float = 1e-20
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from samebit.kernels.binding.experts.plan import CORRECTION
+from samebit.kernels.binding.experts.plan import CORRECTIONS
 from samebit.rollout.models.text_config import read_text_config
 from samebit.weight_sync import Manifest, TensorSpec, apply_weights, open_source
 from samebit.weight_sync.manifest import float32_names, live_tensors
@@ -31,7 +31,7 @@ def holds_other_tensors(folder: Path) -> bool:
     manifest = _manifest(_config(folder))
     places = {name: place for name in _stored(folder) if (place := manifest.place(name)) is not None}
     inside = manifest.names.with_vision and any(place.name != name for name, place in places.items())
-    return inside or any(place.expert is not None or place.name.endswith(CORRECTION) for place in places.values())
+    return inside or any(place.expert is not None or place.name.endswith(CORRECTIONS) for place in places.values())
 
 
 def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) -> PreTrainedModel:
@@ -93,5 +93,5 @@ def _keep_float32(module: nn.Module) -> None:
     """Make corrections float32, and what the model's class wants so, whatever the dtype of the rest."""
     asked = float32_names(module)
     for name, tensor in live_tensors(module).items():
-        if name in asked or name.endswith(CORRECTION):
+        if name in asked or name.endswith(CORRECTIONS):
             tensor.data = tensor.data.float()

@@ -386,6 +386,17 @@ _SHORT_CONV: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "Lfm2Moe": (
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 50,
+            "routed_scaling_factor": 1.5,
+            **_CHOICE,
+        },
+    ),
 }
 
 SHORT_CONVS = tuple(_SHORT_CONV)
@@ -433,7 +444,10 @@ EXPERTS = (
 )
 """Lists families with routed experts."""
 
-WITH_EXPERTS = (*EXPERTS, *LATENTS, *MIXTURES, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI, "Gemma4, experts")
+WITH_EXPERTS = (*EXPERTS, *LATENTS, *MIXTURES, *SPARSE, "Qwen3Next", "Qwen3_5Moe", "Lfm2Moe", *_KIMI, "Gemma4, experts")
+
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Names what routers add to their scores where they choose."""
 
 _IMAGES = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
 _QWENS_IMAGES = {**_IMAGES, "depth": 1, "num_heads": 2, "out_hidden_size": 200, "num_position_embeddings": 16}
@@ -505,8 +519,8 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
         for layer in [part for part in model.modules() if "layer_scalar" in part._buffers]:  # Gemma 4's
             layer.get_buffer("layer_scalar").add_(torch.randn(1) * 0.1)
             layer.get_parameter("self_attn.q_norm.weight").mul_(0.3)  # nothing else scales its scores
-        for holder in _corrections(model):
-            holder.e_score_correction_bias.normal_(std=0.1)
+        for correction in _corrections(model):
+            correction.normal_(std=0.1)
     if experts:
         model.set_experts_implementation("eager")  # how Hugging Face computes them: grouped_mm takes no odd widths
     return cast(model, dtype).eval()
@@ -514,7 +528,7 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Move to a dtype as loading does, which keeps in float32 what the class asks for, and corrections of routers."""
-    patterns = ("e_score_correction_bias", *(vars(model).get("_keep_in_fp32_modules_strict") or ()))
+    patterns = (*CORRECTIONS, *(vars(model).get("_keep_in_fp32_modules_strict") or ()))
     values = {name: value for name, value in model.state_dict().items() if any(re.search(p, name) for p in patterns)}
     model = model.to(dtype)
     tensors = model.state_dict(keep_vars=True)
@@ -523,9 +537,10 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _corrections(model: PreTrainedModel) -> list[Any]:
-    """Return the modules that have a correction bias, a buffer or a parameter."""
-    return [part for part in model.modules() if "e_score_correction_bias" in {**part._buffers, **part._parameters}]
+def _corrections(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return what routers add to their scores where they choose, buffers or parameters."""
+    tensors = (*model.named_buffers(), *model.named_parameters())
+    return [tensor for name, tensor in tensors if name.endswith(CORRECTIONS)]
 
 
 @cache

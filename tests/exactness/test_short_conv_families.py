@@ -30,9 +30,15 @@ TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.0046, 0.06)}
 """Allows log-probabilities and gradients at most what others without states are allowed in float32, and in bfloat16
 twice what was seen: .0023 and .030. Hugging Face's own bfloat16 has log-probabilities that are off by .0038.
 """
+WITH_EXPERTS = (0.02, 0.57)
+"""Allows in bfloat16 twice what was seen of LFM2-MoE, one or two rows of which go to other experts in float64."""
 
 
-@pytest.mark.parametrize(("family", "dtype"), paired(SHORT_CONVS, DTYPES))
+def tolerance_of(family: str, dtype: torch.dtype) -> tuple[float, float]:
+    return WITH_EXPERTS if family == "Lfm2Moe" and dtype is torch.bfloat16 else TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("family", "dtype"), paired(SHORT_CONVS, DTYPES, shift=1))
 def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     with torch.no_grad():
@@ -40,7 +46,7 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
         assert_same_bits(LAYOUTS["left padded"](model, SEQUENCES), expected)
         assert_same_bits(stepwise(model, SEQUENCES, ROUTES["prefill, then decode"], 1.0, block_size=64), expected)
         exact = hugging_face(make_model(family, dtype).double(), SEQUENCES)
-    assert relative_error(torch.cat(expected), torch.cat(exact)) < TOLERANCE[dtype][0]
+    assert relative_error(torch.cat(expected), torch.cat(exact)) < tolerance_of(family, dtype)[0]
     with RolloutWorker(model, config=RolloutConfig(max_model_len=200)) as worker:
         cold, warm = (worker.generate(SEQUENCES, PARAMS) for _ in range(2))
         turn = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7] for out in warm[3:4]]
@@ -51,9 +57,9 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
     assert_matches_trainer(model, [*warm, next_turn], [PARAMS] * 6)
 
 
-@pytest.mark.parametrize(("family", "dtype"), paired(SHORT_CONVS, DTYPES, shift=1))
+@pytest.mark.parametrize(("family", "dtype"), paired(SHORT_CONVS, DTYPES))
 def test_gradients_near_float64(family: str, dtype: torch.dtype) -> None:
-    assert_near_the_oracle(family, dtype, token_ids(45, 2, 18, 4), TOLERANCE[dtype])
+    assert_near_the_oracle(family, dtype, token_ids(45, 2, 18, 4), tolerance_of(family, dtype))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

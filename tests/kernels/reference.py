@@ -255,7 +255,7 @@ def route(
         ids.append(sorted(_ranked(keys, [e for group in kept for e in groups[group]])[: options.top_k]))
     weights = scores.gather(1, torch.tensor(ids))
     if options.normalised or options.scores == "softmax_of_chosen":
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + (options.floor if options.scores == "sigmoid" else 0.0))
     return ids, weights * options.scale
 
 

@@ -24,6 +24,8 @@ ROUTERS = {
     "DeepSeek-V2": RoutingOptions("softmax", 5, False, 16.0, groups=6, kept_groups=3, group_score="best"),
     "softmax, two best": RoutingOptions("softmax", 4, True, groups=3, kept_groups=2),
     "DeepSeek-V3": RoutingOptions("sigmoid", 6, True, 2.5, groups=6, kept_groups=2),
+    "LFM2-MoE": RoutingOptions("sigmoid", 4, True, 1.5, floor=1e-6),
+    "a floor that counts": RoutingOptions("sigmoid", 2, True, floor=0.5),
     "sigmoid": RoutingOptions("sigmoid", 3, False, 0.5),
     "sigmoid of one": RoutingOptions("sigmoid", 1, False, 1.5),
 }

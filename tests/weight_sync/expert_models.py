@@ -33,6 +33,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "Ernie4_5_Moe": {"moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 0},
     "MiniMaxM2": {"num_local_experts": 5},
     "Olmoe": {"num_experts": 5},
+    "Lfm2Moe": {"num_experts": 5, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "Glm4Moe": _GROUPED,
     "Dots1": _GROUPED,
     "SolarOpen": _GROUPED,
@@ -65,7 +66,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
 
 IN_PARTS = (
     *("Qwen3Moe", "Qwen2Moe", "Mixtral", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe", "Glm4Moe", "Dots1", "SolarOpen"),
-    *("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH"),
+    *("DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH", "Lfm2Moe"),
 )
 """Lists the families whose checkpoints hold one tensor for each expert."""
 
@@ -76,7 +77,7 @@ def expert_model(family: str, dtype: torch.dtype = torch.bfloat16, *, seed: int 
     kind: Any = getattr(transformers, f"{family}ForCausalLM")
     model: PreTrainedModel = kind(config(**{**_COMMON, **EXPERT_MODELS[family], **sizes})).to(dtype)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.data = buffer.data.float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -60,7 +60,7 @@ class BlockFacts:
     Attributes:
         router: the name of its router.
         logits_last: as in `family.Router`.
-        corrected: it has the router's ``e_score_correction_bias``, and hands it over.
+        correction: the name of the router's correction, where it has that and hands it over; empty for none.
         linears: options of experts whose weights are in the modules ``input_linear`` and ``output_linear``; None where
             they are in a module ``experts``.
         latent: experts compute on a narrower row, between ``fc1_latent_proj`` and ``fc2_latent_proj``.
@@ -71,7 +71,7 @@ class BlockFacts:
 
     router: str
     logits_last: bool
-    corrected: bool
+    correction: str
     linears: ExpertOptions | None
     latent: bool
     shared: str
@@ -82,7 +82,7 @@ class BlockFacts:
     def plain(self) -> bool:
         """Return whether it is a router with all it reads, experts in a module, and what is shared, and its result is
         their sum."""
-        return self.linears is None and not (self.latent or self.returns_weights or self.corrected)
+        return self.linears is None and not (self.latent or self.returns_weights or self.correction)
 
 
 def router_forward(
@@ -127,7 +127,7 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tupl
     """Compute a block of experts; ``hidden_states``: ``[..., W]``."""
     facts: BlockFacts = self.samebit
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    given = self.get_submodule(facts.router)(x, *((self.e_score_correction_bias,) if facts.corrected else ()))
+    given = self.get_submodule(facts.router)(x, *((self.get_buffer(facts.correction),) if facts.correction else ()))
     _, weights, ids = given[::-1] if facts.logits_last else given
     if facts.latent:
         out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), ids, weights))

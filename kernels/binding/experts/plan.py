@@ -23,7 +23,10 @@ from samebit.kernels.ops.experts.routed import check_expert_options
 from samebit.kernels.ops.experts.routing import check_options
 
 CORRECTION = "e_score_correction_bias"
-"""Names what a router of sigmoids adds to its scores where it chooses; always float32."""
+"""Names what a router adds to its scores where it chooses; always float32."""
+
+CORRECTIONS = (CORRECTION, "expert_bias")
+"""Lists the names that it has: LFM2-MoE's is the second."""
 
 _LEAST_SUM = 1e-12
 """No row's chosen experts have so little of a softmax together, short of corrections that outweigh all scores."""
@@ -72,7 +75,7 @@ class ExpertPlan:
         facts = BlockFacts(
             router=router,
             logits_last=self.family.router.logits_last,
-            corrected=self.family.router.handed,
+            correction=self._handed(),
             linears=None if "experts" in children else options,
             latent="fc1_latent_proj" in children,
             shared=shared.name if shared.name in children else "",
@@ -80,6 +83,12 @@ class ExpertPlan:
             returns_weights=self.family.returns_weights,
         )
         return Attachment(block_forward, facts)
+
+    def _handed(self) -> str:
+        """Return the name of the correction that a block hands to its router; empty for none."""
+        router = self.family.router
+        there = not router.switch or bool(getattr(self.config, router.switch))
+        return router.correction if router.handed and there else ""
 
     def route_layout(self) -> RouteLayout | None:
         """Return the layout of notes of what the routers choose; None without routers."""
@@ -135,7 +144,8 @@ class ExpertPlan:
             scores=family.scores,
             top_k=self.config.num_experts_per_tok,
             normalised=bool(getattr(config, key)) if isinstance(key, str) and key else key is True,
-            scale=1.0 if family.group_score == "none" else float(config.routed_scaling_factor),
+            scale=float(config.routed_scaling_factor) if family.router.scaled or family.group_score != "none" else 1.0,
+            floor=family.router.floor,
             groups=config.n_group if groups else 1,
             kept_groups=config.topk_group if groups else 1,
             group_score="best" if family.group_score == "best" else "best_two",
@@ -179,11 +189,11 @@ def check_corrections(model: nn.Module) -> None:
         BindingError: one that is not float32, by name.
     """
     for name, buffer in (*model.named_buffers(), *model.named_parameters()):
-        if name.endswith(CORRECTION) and buffer.dtype is not torch.float32:
+        if name.endswith(CORRECTIONS) and buffer.dtype is not torch.float32:
             raise BindingError(
                 f"{name} is {buffer.dtype}; exact is torch.float32. A cast of the whole model (model.to(dtype)) rounds "
                 "it, and experts are chosen by it: load the model with from_pretrained(..., dtype=...), which keeps "
-                f"what its class asks for (_keep_in_fp32_modules_strict = ['{CORRECTION}']; MiniMax-M2's does not, and "
-                "Kimi-Linear's does not before transformers 5.24, so set it there before), or give the buffer its "
-                "float32 values again"
+                f"what its class asks for (_keep_in_fp32_modules_strict = ['{name.rpartition('.')[2]}']; MiniMax-M2's "
+                "does not, and Kimi-Linear's does not before transformers 5.24, so set it there before), or give the "
+                "buffer its float32 values again"
             )

@@ -12,6 +12,10 @@ class Router:
     handed: its block has the ``e_score_correction_bias``, and hands it to each call.
     statics: its module ``moe_statics`` has that, a parameter ``[1, E]`` without a gradient.
     least_sum: the config's key for the least that it divides by; empty for none.
+    correction: the name of that bias.
+    switch: the config's key for whether there is one; empty where there always is.
+    scaled: weights have a factor, the config's ``routed_scaling_factor``, also without groups.
+    floor: as in `layout.options.RoutingOptions`.
     """
 
     name: str = "gate"
@@ -20,6 +24,10 @@ class Router:
     handed: bool = False
     statics: bool = False
     least_sum: str = ""
+    correction: str = "e_score_correction_bias"
+    switch: str = ""
+    scaled: bool = False
+    floor: float = 1e-20
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,33 @@
 """List families with gated short convolutions."""
 
+from dataclasses import replace
+
 from samebit.kernels.binding.epilogue import unchanged
+from samebit.kernels.binding.families.expert_family import ExpertFamily, Router
 from samebit.kernels.binding.families.family import AttentionFamily, AttentionNames, Family, LayerFamily, MLPFamily
 
+_LFM2 = Family(
+    "Lfm2",
+    unchanged,
+    attention=AttentionFamily("head", names=AttentionNames(("q_layernorm", "k_layernorm"), "out_proj")),
+    mlp=MLPFamily(activation="", names=("w1", "w3", "w2")),
+    layers=LayerFamily(("conv", "full_attention"), short_conv="ShortConv"),
+)
+
+_ROUTER = Router(
+    classes=("", "TopKRouter"),  # a linear layer before transformers 5.13
+    handed=True,
+    correction="expert_bias",
+    switch="use_expert_bias",
+    scaled=True,
+    floor=1e-6,
+)
+
 SHORT_CONVS = (
-    Family(
-        "Lfm2",
-        unchanged,
-        attention=AttentionFamily("head", names=AttentionNames(("q_layernorm", "k_layernorm"), "out_proj")),
-        mlp=MLPFamily(activation="", names=("w1", "w3", "w2")),
-        layers=LayerFamily(("conv", "full_attention"), short_conv="ShortConv"),
+    _LFM2,
+    replace(
+        _LFM2,
+        prefix="Lfm2Moe",
+        experts=ExpertFamily("SparseMoeBlock", "sigmoid", normalised="norm_topk_prob", router=_ROUTER),
     ),
 )

@@ -78,9 +78,9 @@ class Rooms(NamedTuple):
 
 _WEIGHTS = 15
 _OTHER_SIZES = SIZES - 1
-_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 2 + RULE}q" + "f4x" * 3)
+_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 2 + RULE}q" + "f4x" * 4)
 """Lays out a block's record: the addresses of `BlockWeights.flat`, 0 for what it does not have, `one_call.Sizes` but
-for the rows, `one_call.ExpertKernels`, F, whether the router is float32, `routing.Rule` but for the scale; the scale,
+for the rows, `one_call.ExpertKernels`, F, whether the router is float32, `routing.Rule` but for scale and floor; these,
 limit and alpha."""
 
 _SIZES_AT = 8 * _WEIGHTS
@@ -176,10 +176,11 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         (up, up_bias, down, down_bias), (gate, gate_bias) = weights[0:4], weights[10:12]
         sizes = Sizes(rows, *read(at + _SIZES_AT, _OTHER_SIZES, no))
         (inner, in_float32), width = read(at + _SHARED_AT, 2, no), sizes.width
-        scale, limit, alpha = read(at + _NUMBERS_AT, 3, _FLOAT)
+        scale, floor, limit, alpha = read(at + _NUMBERS_AT, 4, _FLOAT)
         rooms = _rooms(sizes, inner, itemsize, call.room)
         _route(
-            threads, x, weights[12:15], in_float32, sizes, Rule(scale, *read(at + _RULE_AT, RULE, no)), rooms, kind,
+            threads, x, weights[12:15], in_float32, sizes, Rule(scale, floor, *read(at + _RULE_AT, RULE, no)), rooms,
+            kind,
         )  # fmt: skip
         operands = Operands(x, rooms.ids, rooms.weights, up, up_bias, down, down_bias, rooms.routed)
         compute_experts(threads, sizes, operands, kernels, limit, alpha, kind)
@@ -235,10 +236,10 @@ def block_call(weights: BlockWeights, options: BlockOptions, dtype: torch.dtype)
 def _call(weights: BlockWeights, options: BlockOptions, dtype: torch.dtype) -> LayerCall:
     routing, experts, number, width = options.routing, options.experts, options.number, options.width
     sizes = Sizes(0, routing.top_k, number, width, options.inner, experts.products, experts.transposed)
-    scale, *rule = rule_of(routing, weights.correction is not None)
+    scale, floor, *rule = rule_of(routing, weights.correction is not None)
     numbers = (
         *weights.addresses, *sizes[1:], *expert_kernels(experts, dtype), options.shared,
-        weights.router[0].dtype is torch.float32, *rule, scale, *constants_of(experts),
+        weights.router[0].dtype is torch.float32, *rule, scale, floor, *constants_of(experts),
     )  # fmt: skip
     itemsize = dtype.itemsize
     of_row = 4 * (number + 2 * routing.top_k + width) + (2 * width + 1 + 3 * options.shared) * itemsize

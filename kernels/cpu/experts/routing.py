@@ -22,13 +22,13 @@ from samebit.kernels.layout.options import RoutingOptions, Saved
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _LEAST = np.float32(-np.inf)
-_NEVER_ZERO = np.float32(1e-20)
 
 
 class Rule(NamedTuple):
-    """Holds the options of a router as a kernel takes them: what is yes or no as 1 or 0, the scale float32."""
+    """Holds the options of a router as a kernel takes them: what is yes or no as 1 or 0, scale and floor float32."""
 
     scale: Any
+    floor: Any
     sigmoid: int
     normalised: int
     compare_logits: int
@@ -38,8 +38,8 @@ class Rule(NamedTuple):
     two_best: int
 
 
-RULE = len(Rule._fields) - 1
-"""Counts the integers of a `Rule`; the scale stands before them."""
+RULE = len(Rule._fields) - 2
+"""Counts the integers of a `Rule`; scale and floor stand before them."""
 
 
 def rule_of(options: RoutingOptions, corrected: bool) -> Rule:
@@ -47,6 +47,7 @@ def rule_of(options: RoutingOptions, corrected: bool) -> Rule:
     two_best = options.groups > 1 and options.group_score == "best_two"
     return Rule(
         scale=np.float32(options.scale),
+        floor=np.float32(options.floor),
         sigmoid=int(options.scores == "sigmoid"),
         normalised=int(options.normalised or options.scores == "softmax_of_chosen"),
         compare_logits=int(not (corrected or two_best)),
@@ -113,7 +114,7 @@ def _differentiate_row(row: int, logits: Any, ids: Any, weights: Any, grad: Any,
         scores = _scores(own, False)
         for e in range(len(own)):
             to[e] = -scores[e] * inner
-    total = _sum_of_sigmoids(own, chosen) if rule.sigmoid and rule.normalised else _ONE
+    total = _sum_of_sigmoids(own, chosen, rule.floor) if rule.sigmoid and rule.normalised else _ONE
     for place in range(rule.top_k):
         e, upstream, weight = chosen[place], grad[row, place], weights[row, place]
         if rule.sigmoid:
@@ -222,7 +223,7 @@ def _sort(chosen: Any) -> None:
 def _weigh(logits: Any, chosen: Any, rule: Any, weights: Any) -> None:
     """Write the weights of the chosen."""
     if rule.sigmoid:
-        total = _sum_of_sigmoids(logits, chosen) if rule.normalised else _ONE
+        total = _sum_of_sigmoids(logits, chosen, rule.floor) if rule.normalised else _ONE
         for place, e in enumerate(chosen):
             weights[place] = sigmoid(logits[e]) / total * rule.scale
         return
@@ -248,8 +249,8 @@ def _weigh(logits: Any, chosen: Any, rule: Any, weights: Any) -> None:
 
 
 @kernel_part
-def _sum_of_sigmoids(logits: Any, chosen: Any) -> Any:
+def _sum_of_sigmoids(logits: Any, chosen: Any, floor: Any) -> Any:
     total = _ZERO
     for e in chosen:
         total += sigmoid(logits[e])
-    return total + _NEVER_ZERO
+    return total + floor

@@ -17,7 +17,6 @@ from samebit.kernels.triton.numeric import aligned, jit, sigmoid
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _LEAST = tl.constexpr(float("-inf"))
-_NEVER_ZERO = tl.constexpr(1e-20)
 _SOFTMAX, _NORMALISED_SOFTMAX, _SIGMOID, _NORMALISED_SIGMOID = (tl.constexpr(kind) for kind in range(4))
 
 
@@ -32,9 +31,9 @@ def route_forward(
     two_best = options.groups > 1 and options.group_score == "best_two"
     if rows:
         _choose[(rows,)](
-            logits, logits if correction is None else aligned(correction), ids, weights, options.scale, experts,
-            options.groups, options.kept_groups, options.top_k, _kind(options), correction is not None, two_best,
-            power_of_two(options.groups), power_of_two(experts // options.groups), num_warps=1,
+            logits, logits if correction is None else aligned(correction), ids, weights, options.scale, options.floor,
+            experts, options.groups, options.kept_groups, options.top_k, _kind(options), correction is not None,
+            two_best, power_of_two(options.groups), power_of_two(experts // options.groups), num_warps=1,
         )  # fmt: skip
     return ids, weights, (logits, ids, weights)
 
@@ -46,8 +45,8 @@ def route_backward(saved: Saved, grad: torch.Tensor, options: RoutingOptions) ->
     out = torch.empty_like(logits)
     if rows:
         _differentiate[(rows,)](
-            logits, ids, weights, aligned(grad), out, options.scale, experts, options.top_k, _kind(options),
-            power_of_two(experts), num_warps=1,
+            logits, ids, weights, aligned(grad), out, options.scale, options.floor, experts, options.top_k,
+            _kind(options), power_of_two(experts), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -58,11 +57,11 @@ def _kind(options: RoutingOptions) -> int:
     return 2 * (options.scores == "sigmoid") + normalised
 
 
-@jit(do_not_specialize=["scale"])
+@jit(do_not_specialize=["scale", "floor"])
 def _choose(
-    logits: tensor, correction: tensor, ids: tensor, weights: tensor, scale: tensor, EXPERTS: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, CORRECTED: tl.constexpr,
-    TWO_BEST: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    logits: tensor, correction: tensor, ids: tensor, weights: tensor, scale: tensor, floor: tensor,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr,
+    CORRECTED: tl.constexpr, TWO_BEST: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     SIZE: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64)
@@ -84,7 +83,7 @@ def _choose(
         best = _most(tl.where(here, keys, _LEAST))
         first = tl.min(tl.min(tl.where(here & (keys == best), expert, EXPERTS), axis=1), axis=0)
         chosen |= expert == first
-    weight = _weights(logit, chosen, KIND) * scale
+    weight = _weights(logit, chosen, floor, KIND) * scale
     inside = tl.cumsum(chosen.to(tl.int32), axis=1)
     of_groups = tl.sum(chosen.to(tl.int32), axis=1)
     rank = inside + (tl.cumsum(of_groups, axis=0) - of_groups)[:, None] - 1
@@ -115,13 +114,13 @@ def _scores(logit: tensor, KIND: tl.constexpr) -> Any:
 
 
 @jit()
-def _weights(logit: tensor, chosen: tensor, KIND: tl.constexpr) -> Any:
+def _weights(logit: tensor, chosen: tensor, floor: tensor, KIND: tl.constexpr) -> Any:
     """Return the weights of the chosen, before the layer's factor."""
     if KIND == _NORMALISED_SOFTMAX:
         logit = tl.where(chosen, logit, _LEAST)
     weights = _scores(logit, KIND)
     if KIND == _NORMALISED_SIGMOID:
-        weights /= _sum(tl.where(chosen, weights, 0.0)) + _NEVER_ZERO
+        weights /= _sum(tl.where(chosen, weights, 0.0)) + floor
     return weights
 
 
@@ -144,10 +143,10 @@ def _best_groups(
     return kept
 
 
-@jit(do_not_specialize=["scale"])
+@jit(do_not_specialize=["scale", "floor"])
 def _differentiate(
-    logits: tensor, ids: tensor, weights: tensor, grad: tensor, out: tensor, scale: tensor, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, KIND: tl.constexpr, PADDED: tl.constexpr,
+    logits: tensor, ids: tensor, weights: tensor, grad: tensor, out: tensor, scale: tensor, floor: tensor,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a row's gradient; what all weights share of it is summed in the order of the ids."""
     row = tl.program_id(0).to(tl.int64)
@@ -172,7 +171,7 @@ def _differentiate(
         score = sigmoid(logit)
         slope = scale * score * (1.0 - score)
         if KIND == _NORMALISED_SIGMOID:
-            slope /= tl.sum(tl.where(chosen, score, 0.0), axis=0) + _NEVER_ZERO
+            slope /= tl.sum(tl.where(chosen, score, 0.0), axis=0) + floor
             upstream -= inner / scale
         result = tl.where(chosen, slope * upstream, 0.0)
     tl.store(out + row * EXPERTS + expert, result, mask=expert < EXPERTS)
