@@ -9,6 +9,9 @@ from samebit.rollout.checks import check_bool, check_positive_int, is_positive_n
 SHORTEST_SILENCE = 2
 """Seconds. A replica that has nothing to tell says so every second."""
 
+LONGEST_PAUSE = 60
+"""Seconds, between two tries to start a replica."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
@@ -49,7 +52,8 @@ class FleetOptions:
         were streamed already ends with `WorkerLostError` all the same, as all do without this, and as does one under
         an adapter that has got a new version since, or was dropped.
     max_restarts: how often in a row a replica that has died is started again, each; 0 for never.
-    restart_seconds: the pause before the second start in a row; each later one is twice as long, up to a minute.
+    restart_seconds: the pause before the second start in a row, up to a minute; each later one is twice as long, up to
+        a minute too.
     well_seconds: a replica that has run for so long was not started in a row with what came before.
     silent_seconds: a replica that says nothing for so long takes no new requests until it speaks again.
     sync_timeout: how long an update waits for the other side while no weights move, in seconds. A replica that has not
@@ -74,3 +78,5 @@ class FleetOptions:
             value, least = vars(self)[name], SHORTEST_SILENCE if name == "silent_seconds" else 0
             if not is_positive_number(value) or value < least:
                 raise ValueError(f"{name} must be a number of at least {least} and above 0, got {shown(value)}")
+        if self.restart_seconds > LONGEST_PAUSE:
+            raise ValueError(f"restart_seconds must be at most {LONGEST_PAUSE}, got {shown(self.restart_seconds)}")

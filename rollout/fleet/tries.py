@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from samebit.rollout.fleet.options import FleetOptions
+from samebit.rollout.fleet.options import LONGEST_PAUSE, FleetOptions
 
-LONGEST_PAUSE = 60.0
 _MOST_DOUBLINGS = 60
 
 

@@ -278,6 +278,7 @@ def test_bad_options_of_a_router(options: dict[str, object], message: str) -> No
         ({"resubmit": 1}, "resubmit must be True or False, got 1"),
         ({"max_restarts": -1}, "max_restarts must be an int of at least 0, got -1"),
         ({"restart_seconds": 0}, "restart_seconds must be a number of at least 0 and above 0, got 0"),
+        ({"restart_seconds": 61}, "restart_seconds must be at most 60, got 61"),
         ({"well_seconds": "long"}, "well_seconds must be a number of at least 0 and above 0, got 'long'"),
         ({"silent_seconds": 0}, "silent_seconds must be a number of at least 2 and above 0, got 0"),
     ],
