@@ -23,7 +23,7 @@ from samebit.rollout.control.shelter import CallerLeftError, Gate
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.errors import WorkerStateError
-from samebit.rollout.guard import without_frames
+from samebit.rollout.guard import described, without_frames
 from samebit.weight_sync import SyncBrokenError, SyncReport
 
 IN_FLIGHT = ("keep", "recompute", "wait", "abort")
@@ -95,7 +95,7 @@ def transaction(
         except CallerLeftError:
             raise
         except BaseException as error:
-            reason, cause = f"an update broke off ({type(error).__name__}: {error})", without_frames(error)
+            reason, cause = f"an update broke off ({described(error)})", without_frames(error)
             for one in held:
                 one.break_off(reason, cause)
             raise

@@ -169,6 +169,59 @@ def test_what_is_kept_of_an_error_says_what_it_said(error: Exception, kind: type
     assert kept.__traceback__ is None
 
 
+class SilentError(Exception):
+    """Fails where it is to say what happened."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raised_in_a_circle() -> None:
+    """Raise an error whose cause has it as its cause, as unwrapping does."""
+    try:
+        raise ValueError("out of range")
+    except ValueError as first:
+        wrapper = RuntimeError("optimizer failed")
+        wrapper.__cause__ = first
+        first.__cause__ = wrapper
+        raise
+
+
+@pytest.mark.parametrize("fails", [raised_in_a_circle, SilentError], ids=["circle", "no text"])
+def test_an_update_breaks_off_whatever_its_error_is(make_worker: MakeWorker, fails: Callable[[], object]) -> None:
+    worker, _ = make_worker(shared=True)
+
+    def step() -> None:
+        error = fails()
+        assert isinstance(error, Exception)
+        raise error
+
+    with pytest.raises((ValueError, SilentError)), worker.weight_update():
+        step()
+    with pytest.raises(WorkerStateError, match=r"an update broke off \((ValueError: out of range|SilentError)\)"):
+        worker.generate([[1]], FEW)
+
+
+def test_what_is_kept_of_an_error_says_what_it_was_raised_behind() -> None:
+    def fail() -> None:
+        try:
+            raise RuntimeError("device-side assert")
+        except RuntimeError:
+            raise KeyError("gone")  # noqa: B904  (what a handler raises by mistake)
+
+    with pytest.raises(KeyError) as caught:
+        fail()
+    kept = without_frames(caught.value)
+    assert str(kept.__context__) == "device-side assert"
+    assert kept.__context__ is not caught.value.__context__
+
+
+def test_what_is_kept_of_an_error_holds_no_other() -> None:
+    kept = without_frames(OSError("all failed", [ValueError("one")]))
+    assert type(kept) is RuntimeError
+    assert "all failed" in str(kept)
+
+
 def test_no_room_for_the_copy_of_weights_that_are_to_sleep(make_worker: MakeWorker) -> None:
     module = larger()
     worker, _ = make_worker(module=module)
