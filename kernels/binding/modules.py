@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
+from samebit.kernels.binding.families.family import PROJECTIONS
 from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
@@ -129,7 +130,7 @@ class MLPFacts:
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
     adapter: int = -1
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, str, str] = PROJECTIONS
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1",
         {
             "head_dim": 50,
+            "num_experts": 1,  # as published configs say, of which the class reads nothing
             "attention_bias": True,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
         },

@@ -37,6 +37,16 @@ def test_a_correction_that_changes_moves_tokens_to_other_experts_and_is_seen() -
         assert [out.samples[0].logprobs for out in after] != [out.samples[0].logprobs for out in before]
 
 
+def test_a_correction_that_is_exchanged_without_a_word_is_seen() -> None:
+    model = bind(make_model(FAMILY))
+    with RolloutWorker(model) as worker:
+        worker.generate(SEQUENCES, PARAMS)
+        correction = model.get_parameter(CORRECTION)
+        correction.data = correction.data + torch.linspace(-0.3, 0.3, 15)  # torch does not count it
+        worker.reset_prefix_cache()
+        assert_matches_trainer(model, worker.generate(SEQUENCES, PARAMS), [PARAMS] * 3)
+
+
 def test_published_folders_and_updates_from_them(tmp_path: Path) -> None:
     """Published folders hold each expert apart, and the correction in the block; routers and corrections stay in
     float32 in a model of bfloat16.

@@ -38,7 +38,7 @@ def test_exaone_rotates_layers_with_a_window_or_all_where_the_config_has_none(
 @pytest.mark.parametrize("part", [0.25, 1.0])
 def test_glm_rotates_neighbours_in_the_first_part_of_a_head(part: float) -> None:
     facts = assert_near_hugging_face("Glm4", head_dim=56, partial_rotary_factor=part)
-    assert all(layer.neighbours for layer in facts)
+    assert all(layer.rotation == "neighbours" for layer in facts)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])

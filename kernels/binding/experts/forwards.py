@@ -33,7 +33,7 @@ class RouterFacts:
         biased: it has a ``bias``.
         statics: as in `expert_family.Router`.
         nested: its weight is that of the module ``layer`` inside it.
-        logits_last: as in `family.Router`.
+        logits_last: as in `expert_family.Router`.
     """
 
     options: RoutingOptions
@@ -59,7 +59,7 @@ class BlockFacts:
 
     Attributes:
         router: the name of its router.
-        logits_last: as in `family.Router`.
+        logits_last: as in `expert_family.Router`.
         correction: the name of the router's correction, where it has that and hands it over; empty for none.
         linears: options of experts whose weights are in the modules ``input_linear`` and ``output_linear``; None where
             they are in a module ``experts``.
@@ -110,9 +110,14 @@ def router_forward(
 def correction_of(router: Any, facts: RouterFacts) -> torch.Tensor | None:
     """Return the correction ``[E]`` that a router has itself; None for one that has none."""
     if facts.statics:
-        correction: torch.Tensor = router.moe_statics.e_score_correction_bias.detach()[0]
-        return correction
+        (parameter,) = correction_sources(router, facts)
+        return parameter.detach()[0]
     return router.e_score_correction_bias if facts.corrected else None
+
+
+def correction_sources(router: Any, facts: RouterFacts) -> tuple[torch.Tensor, ...]:
+    """Return the parameter that a correction is a part of; nothing where it is no part of one."""
+    return (router.moe_statics.e_score_correction_bias,) if facts.statics else ()
 
 
 def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

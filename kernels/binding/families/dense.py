@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import scaled_down, soft_capped, unchanged
 from samebit.kernels.binding.families.family import (
+    RELEASE,
     AttentionFamily,
     AttentionNames,
     Family,
@@ -68,7 +69,7 @@ DENSE = (
         mlp=MLPFamily(activation="hidden_activation"),
     ),
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
-    Family("Olmo3", unchanged, attention=AttentionFamily("full")),
+    Family("Olmo3", unchanged, attention=AttentionFamily("full", rope_per_layer_type=RELEASE >= (5, 13))),
     Family("StableLm", unchanged),
     Family("Granite", scaled_down),
     Family("SeedOss", unchanged, layers=_PRE_NORM),

@@ -116,6 +116,10 @@ class NormFamily:
     eps: str = "variance_epsilon"
 
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names the projections of an MLP, as nearly all families do."""
+
+
 @dataclass(frozen=True)
 class MLPFamily:
     """Describes the MLP of one family.
@@ -128,7 +132,7 @@ class MLPFamily:
 
     form: Literal["separate", "fused", "input_linear", "plain"] = "separate"
     activation: str = "hidden_act"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, str, str] = PROJECTIONS
 
     def activation_of(self, config: dict[str, Any]) -> str:
         """Return the activation that a config says."""

@@ -8,6 +8,8 @@ EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Lists the rotary scalings whose frequencies are fixed by the config alone."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NONE = (None, 0, 1)
+"""Holds such counts of dense models: Hunyuan's published configs say 1."""
 _DROPOUTS = (
     *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
     *("dropout", "residual_dropout", "embedding_dropout"),
@@ -25,7 +27,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
     found = [f"dropout ({name}={config[name]}; exact: 0.0)" for name in _DROPOUTS if config.get(name)]
     # Gemma 4 has such counts without experts too, and experts of its own (`gemma.experts`).
     if (family is None or family.experts is None) and "enable_moe_block" not in config:
-        found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
+        found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name) not in _NONE]
     if config.get("router_jitter_noise"):
         noise = config["router_jitter_noise"]
         found.append(f"random factors on the router's input (router_jitter_noise={noise}; exact: 0.0)")

@@ -4,5 +4,5 @@ from token ids to logits.
 
 Each says when, and with which parameters; `linears` finds those of linear layers, `untouched` finds out whether modules
 do no more than `bind` gave them, `known` finds parameters again in the next step. Imports `ops`, `layout` and, of
-`binding`, `modules`, `latent`, `experts` and `lora`.
+`binding`, `attention`, `families`, `modules`, `latent`, `experts` and `lora`.
 """

@@ -13,6 +13,7 @@ from torch import nn
 
 from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.attention.forwards import AttentionFacts, attention_forward
+from samebit.kernels.binding.families.family import AttentionNames
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
@@ -117,4 +118,5 @@ def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionL
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
     special = facts.fused or facts.sinks or facts.scaled_queries or facts.adapter >= 0
-    return not special and facts.qk_norm not in ("full", "rotated") and facts.key_multiplier == 1.0
+    special = special or facts.names != AttentionNames() or facts.qk_norm in ("full", "rotated")
+    return not special and facts.key_multiplier == 1.0

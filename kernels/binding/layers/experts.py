@@ -11,6 +11,7 @@ from samebit.kernels.binding.experts.forwards import (
     RouterFacts,
     block_forward,
     correction_of,
+    correction_sources,
     experts_forward,
     router_forward,
 )
@@ -54,7 +55,8 @@ def block_behind(block: Any, context: ForwardContext, wrapped: bool) -> ExpertBl
     number, width = weight.shape
     inner = held["down_proj"].shape[1 if options.transposed else 2]
     of_every_row = 0 if shared is None else len(shared.gate[0])
-    return ExpertBlock(weights, BlockOptions(of_router.options, options, width, number, inner, of_every_row))
+    sources = [*weights.present, *correction_sources(router, of_router)]
+    return ExpertBlock(weights, BlockOptions(of_router.options, options, width, number, inner, of_every_row), sources)
 
 
 def _every_row(

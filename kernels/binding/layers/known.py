@@ -28,10 +28,11 @@ _SHAPE = attrgetter("shape", "dtype")
 
 @dataclass(frozen=True, eq=False)
 class ExpertBlock:
-    """Holds what the one call of a block of experts reads."""
+    """Holds what the one call of a block of experts reads, and the parameters that this lies in."""
 
     weights: BlockWeights
     options: BlockOptions
+    sources: list[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +161,7 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
             return None
         read, apart = found.weights.present, facts.apart
         if found.block is not None:
-            read, apart = read + found.block.weights.present, ""
+            read, apart = read + found.block.sources, ""
         known = kept.calls[layer] = KnownCall.of(layer, found, read, apart)
     again: Found = known.found
     return again

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from samebit.kernels.binding.attached import Attachments
+from samebit.kernels.binding.families.family import PROJECTIONS
 from samebit.kernels.binding.layers.untouched import product_of
 from samebit.kernels.binding.lora.forwards import LinearFacts
 from samebit.kernels.binding.modules import MLPFacts
@@ -45,7 +46,7 @@ def is_plain_mlp(facts: Any) -> bool:
     if not isinstance(facts, MLPFacts):
         return False
     plain = facts.form == "separate" and facts.gate_multiplier == facts.down_multiplier == 1.0
-    return plain and facts.activation in SILU
+    return plain and facts.activation in SILU and facts.names == PROJECTIONS
 
 
 def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linears | None:
