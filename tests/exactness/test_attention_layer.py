@@ -48,7 +48,7 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert max(layers_in_one_call) > 16  # both kinds of matrix products
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    names = [f"model.layers.{n}.{'self_attn' if n else 'mlp.up_proj'}" for n in range(model.config.num_hidden_layers)]
+    names = [f"model.layers.{n}.self_attn{'' if n else '.o_proj'}" for n in range(model.config.num_hidden_layers)]
     again = one_by_one(model, PROMPTS, PARAMS, *names)
     assert not layers_in_one_call
     assert_same_samples(again, at_once)

@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS - 4}, r"input_ids must lie in \[0, 1009\), got -1..8"),
     ({"position_ids": RAMP[:, :4]}, POSITIONS + r"the shape \[1, 4\]"),
     ({"position_ids": RAMP[0]}, POSITIONS + r"the shape \[5\]"),
-    ({"position_ids": RAMP.expand(3, 2, 5)}, POSITIONS + r"the shape \[3, 2, 5\]"),
+    ({"position_ids": RAMP.expand(5, 2, 5)}, POSITIONS + r"the shape \[5, 2, 5\]"),
     ({"position_ids": IDS[:, :1]}, POSITIONS + r"the shape \[2, 1\]"),
     ({"position_ids": RAMP.float()}, POSITIONS + "torch.float32"),
     ({"position_ids": RAMP > 0}, POSITIONS + "torch.bool"),
