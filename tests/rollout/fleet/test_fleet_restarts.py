@@ -478,6 +478,7 @@ def test_an_interrupt_after_the_last_answer_lets_the_replicas_go_on(monkeypatch:
             assert (local.fleet.paused, local.fleet.sleeping) == (False, ())
             sides = [port.side.rollout for port in local.ports.values()]
             wait_until(lambda sides=sides: not any(side.paused or side.sleeping for side in sides))
+        wait_until(lambda: all(local.fleet.replicas.values()))  # by what they last told
         assert len(local.fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
 
 
