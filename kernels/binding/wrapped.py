@@ -3,8 +3,8 @@
 Invariants:
 
 * What is not text is refused by name before anything is computed.
-* The modules of vision stay as they are: no text reaches them. Their parameters stay the model's, for a caller that
-  saves or shards it.
+* The modules of vision and audio stay as they are: no text reaches them. Their parameters stay the model's, for a
+  caller that saves or shards it.
 """
 
 from typing import Any
@@ -17,12 +17,16 @@ from samebit.kernels.binding.families.family import Family
 _OF_IMAGES = (
     *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds"),
+    *("image_position_ids", "video_position_ids", "num_frames_per_video", "input_features", "input_features_mask"),
 )
-"""Names arguments of the wrapping models' forwards, and of the text models in them."""
+"""Names arguments of the wrapping models' forwards, and of the text models in them; the last two hold audio."""
 
-_NOT_OF_TEXT = ("rope_deltas", "image_hidden_states", "image_outputs", "video_outputs")
+_NOT_OF_TEXT = (
+    *("rope_deltas", "image_hidden_states", "audio_hidden_states"),
+    *("image_outputs", "video_outputs", "audio_outputs"),
+)
 """Names what the whole model hands on of the wrapping model's output: how far images move the positions behind them,
-and what vision made, in one piece since transformers 5.24."""
+and what vision and audio made, in one piece since transformers 5.24."""
 
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 """Names the arguments that tell tokens of images, 1 or more, from those of text, 0: of Gemma-3's the second, among
@@ -92,7 +96,7 @@ def wrapping_forward(
     """Run the text model, and nothing of the class's own forward: trainers replace that, to let vision run idle.
 
     Raises:
-        ValueError: an argument that holds or describes images, by name.
+        ValueError: an argument that holds or describes images, videos or audio, by name.
     """
     given = {"pixel_values": pixel_values, **kwargs}
     found = [name for name in _OF_IMAGES if given.get(name) is not None]
@@ -102,8 +106,8 @@ def wrapping_forward(
             found.append(f"{name} (with tokens of images)")
     if found:
         raise ValueError(
-            f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images and videos are not exact. "
-            "Leave them out, or keep a model that is not bound"
+            f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images, videos and audio are not "
+            "exact. Leave them out, or keep a model that is not bound"
         )
     dropped = (*_OF_IMAGES, *_KINDS_OF_TOKENS, *_OF_THE_WHOLE)
     of_text = {name: value for name, value in kwargs.items() if name not in dropped}

@@ -11,6 +11,7 @@ from samebit.rollout.errors import ModelLoadError
 
 _READ_HERE = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_vl": ("qwen3_vl_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
@@ -24,6 +25,9 @@ _PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Lists, by type, text models that transformers has inside of one with vision alone, and the model that computes the
 same for text, with what its config says and theirs does not."""
+
+_CAPPED = ("gemma4",)
+"""Lists those of them that cap their logits as the text model alone does."""
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Names rotary parameters that say which frequencies turn by an image's rows and columns, which text has not."""
@@ -85,7 +89,7 @@ def _as_plain(text: Any) -> Any:
 def _check_is_read(config: Any, text: Any) -> None:
     """Check that text model and whole compute the same."""
     cap = vars(text).get("final_logit_softcapping")
-    if cap is not None:
+    if cap is not None and config.model_type not in _CAPPED:
         raise ModelLoadError(
             f"final_logit_softcapping={cap} in the text_config of a {config.model_type}, whose forward does not read "
             "it and that of its text model alone does (exact: None)"

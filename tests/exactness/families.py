@@ -452,10 +452,17 @@ CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _IMAGES = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
 _QWENS_IMAGES = {**_IMAGES, "depth": 1, "num_heads": 2, "out_hidden_size": 200, "num_position_embeddings": 16}
 _TOWER = {**_IMAGES, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+_GEMMA4S = {
+    "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "use_clipped_linears": True},
+    "audio_config": {**_IMAGES, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24},
+}
 WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5": ("Qwen3_5", {"vision_config": _QWENS_IMAGES}),
     "Qwen3_5Moe": ("Qwen3_5Moe", {"vision_config": _QWENS_IMAGES}),
     "Gemma3": ("Gemma3", {"vision_config": _TOWER, "mm_tokens_per_image": 4}),
+    "Gemma4": ("Gemma4", {"vision_config": _GEMMA4S["vision_config"]}),
+    "Gemma4, inputs of layers, shared keys": ("Gemma4", _GEMMA4S),
+    "Gemma4, experts": ("Gemma4", _GEMMA4S),
     "Mistral": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
     "Ministral3": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
@@ -519,6 +526,9 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
         for layer in [part for part in model.modules() if "layer_scalar" in part._buffers]:  # Gemma 4's
             layer.get_buffer("layer_scalar").add_(torch.randn(1) * 0.1)
             layer.get_parameter("self_attn.q_norm.weight").mul_(0.3)  # nothing else scales its scores
+        for part in [part for part in model.modules() if "input_min" in part._buffers]:  # and its towers': infinite
+            for bound in ("input_min", "input_max", "output_min", "output_max"):
+                part.get_buffer(bound).fill_(-9.0 if bound.endswith("min") else 9.0)
         for correction in _corrections(model):
             correction.normal_(std=0.1)
     if experts:

@@ -44,8 +44,9 @@ FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
 SEQUENCES = token_ids(40, 3, 70)
 IDS = torch.tensor(token_ids(20, 20))
 CHUNK = RolloutConfig(block_size=64)
-VISION = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
-FOLDERS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Mistral", "Ministral3", "Qwen3", "Qwen3Moe")
+VISION = re.compile(r"\.(visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\.")
+GEMMA4, GEMMA4_EXPERTS = "Gemma4, inputs of layers, shared keys", "Gemma4, experts"
+FOLDERS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", GEMMA4, GEMMA4_EXPERTS, "Mistral", "Ministral3", "Qwen3", "Qwen3Moe")
 """Lists families whose folders with vision load as their text models."""
 
 
@@ -161,9 +162,10 @@ def test_a_cache_is_refused_and_none_is_handed_on(wrapped: PreTrainedModel) -> N
 
 def halved(model: PreTrainedModel) -> PreTrainedModel:
     """Return a trainer after a step."""
+    scalars = [tensor for name, tensor in model.named_buffers() if name.endswith("layer_scalar")]  # Gemma 4's
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+        for tensor in (*model.parameters(), *scalars):
+            tensor.mul_(0.5)
     return model
 
 
@@ -174,7 +176,7 @@ def test_a_folder_and_every_way_of_an_update(name: str, tied: bool, tmp_path: Pa
     trainer.save_pretrained(folder)
     published(folder, tied=tied)
     with RolloutWorker(folder, config=CHUNK) as worker:
-        assert type(worker.module).__name__ == f"{name}ForCausalLM"
+        assert type(worker.module).__name__ == f"{name.partition(',')[0]}ForCausalLM"
         assert worker.module.config.eos_token_id == [2, 5]
         assert (worker.module.lm_head.weight is worker.module.model.embed_tokens.weight) is tied
         check(worker, trainer)
@@ -197,7 +199,7 @@ def test_a_folder_and_every_way_of_an_update(name: str, tied: bool, tmp_path: Pa
 
 def published(folder: Path, *, tied: bool) -> None:
     """Make a saved folder what is published: the whole says whether the head is tied and which tokens end a text, and
-    there may be layers to draft."""
+    there may be layers to draft, and keys that Gemma-4's layers do not read."""
     config = json.loads((folder / "config.json").read_text())
     del config["text_config"]["tie_word_embeddings"]
     assert config["tie_word_embeddings"] is tied
@@ -205,6 +207,8 @@ def published(folder: Path, *, tied: bool) -> None:
     if config["model_type"].startswith("qwen3_5"):
         config["text_config"]["num_nextn_predict_layers"] = 1
         add(folder, "mtp.layers.0.mlp.up_proj.weight", "model.language_model.layers.3.input_layernorm.weight")
+    if config["text_config"].get("num_kv_shared_layers"):
+        add(folder, *(f"model.language_model.layers.3.self_attn.{name}.weight" for name in ("k_proj", "v_proj")))
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -393,7 +397,8 @@ def check_adapter(worker: RolloutWorker, trainer: PeftModel, params: SamplingPar
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*(("Qwen3_5", kind) for kind in ADAPTERS), ("Gemma3", "all"), ("Qwen3", "patterns")]
+    ("name", "kind"),
+    [*(("Qwen3_5", kind) for kind in ADAPTERS), ("Gemma3", "all"), (GEMMA4, "all"), ("Qwen3", "patterns")],
 )
 def test_an_adapter_trained_with_vision_is_served_by_the_text_model(name: str, kind: str, tmp_path: Path) -> None:
     model = make_wrapped(name)
@@ -409,7 +414,8 @@ def test_an_adapter_trained_with_vision_is_served_by_the_text_model(name: str, k
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*(("Qwen3_5", kind) for kind in ADAPTERS), ("Gemma3", "patterns"), ("Qwen3", "all")]
+    ("name", "kind"),
+    [*(("Qwen3_5", kind) for kind in ADAPTERS), ("Gemma3", "patterns"), (GEMMA4, "all"), ("Qwen3", "all")],
 )
 def test_an_adapter_of_the_text_model_is_served_with_vision_around(name: str, kind: str) -> None:
     model = make_wrapped(name)

@@ -67,6 +67,7 @@ DENSE = (
         norm=NormFamily(eps="eps"),
         scaled_embedding="Gemma4TextScaledWordEmbedding",
         mlp=MLPFamily(activation="hidden_activation"),
+        wrapped=VisionFamily("Gemma4", epilogue=soft_capped),
     ),
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
     Family("Olmo3", unchanged, attention=AttentionFamily("full", rope_per_layer_type=RELEASE >= (5, 13))),

@@ -188,20 +188,21 @@ class LayerFamily:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """Describes what Hugging Face puts around the text model of one family: a ``...ForConditionalGeneration``, which
-    does nothing to the logits of its head.
+    """Describes what Hugging Face puts around the text model of one family: a ``...ForConditionalGeneration``.
 
     Attributes:
         prefix: of its class names.
         text: of the class names of the text model in it; empty where they are those of the text model alone.
         unread: keys of the text model's config that the text model alone reads, and the whole does not.
         normalised: its routers divide weights by their sum, and have no key that says so.
+        epilogue: what the whole does to the logits of its head.
     """
 
     prefix: str
     text: str = ""
     unread: tuple[str, ...] = ()
     normalised: bool = False
+    epilogue: Epilogue = unchanged
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class Family:
         experts = self.experts
         if experts is not None and self.wrapped.normalised:
             experts = replace(experts, normalised=True)
-        return replace(self, prefix=self.wrapped.text or self.prefix, epilogue=unchanged, experts=experts)
+        return replace(self, prefix=self.wrapped.text or self.prefix, epilogue=self.wrapped.epilogue, experts=experts)
 
     @property
     def whole_class(self) -> str:
