@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of
@@ -81,6 +84,27 @@ def test_checkpointing_changes_no_bit(family: str) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     assert_equal(gradients(model, LAYOUTS["packed"], SEQUENCES), expected)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_checkpointed_forward_without_a_backward_is_freed(kept: bool) -> None:
+    """The dictionary of shared keys is in no circle with their graph, whether the loss is dropped or differentiated."""
+    model = bind(make_model(SHARED))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    given: list[weakref.ref[Any]] = []
+
+    def note(_module: nn.Module, _arguments: Any, keywords: dict[str, Any]) -> None:
+        given.append(weakref.ref(keywords["shared_kv_states"]))
+
+    model.get_submodule("model.layers.4.self_attn").register_forward_pre_hook(note, with_kwargs=True)
+    found = loss(LAYOUTS["packed"](model, SEQUENCES))
+    if kept:
+        found.backward()
+    del found
+    gc.collect()
+    assert given
+    assert [one() for one in given] == [None] * len(given)
 
 
 def test_checkpointing_that_loses_gradients_of_shared_keys_is_refused() -> None:

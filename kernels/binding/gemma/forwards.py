@@ -4,7 +4,9 @@ Invariants:
 
 * Layers without keys of their own get those of an earlier layer of the same call as tensors, so that their gradients
   reach it, and attend in its pages: they write what lies there already, the same bits.
-* The tensors are handed on in the dictionary that Hugging Face's decoder gives to its layers, anew in each call.
+* The tensors are handed on in the dictionary that Hugging Face's decoder gives to its layers, anew in each call. The
+  last layer that reads them cuts them off their graph there: a checkpoint keeps the dictionary, and is kept by the
+  graph, in a circle that no collection sees. What is computed again is given gradients along the first graph.
 """
 
 from dataclasses import dataclass
@@ -29,11 +31,13 @@ class GemmaAttentionFacts:
         attention: what it has as other families do.
         shared: the name that keys and values go by which layers share, this one's or those it reads; empty for none.
         own_values: it has a ``v_proj``; otherwise its values are its keys, before the norm of those.
+        last: no later layer reads what it reads.
     """
 
     attention: AttentionFacts
     shared: str
     own_values: bool = True
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class SharedKeys(NamedTuple):
     values: torch.Tensor
     recorded: bool
 
+    def cut(self) -> "SharedKeys":
+        """Return them as they are, without the graph that they come from."""
+        keys, values = (part.detach().requires_grad_(part.requires_grad) for part in (self.keys, self.values))
+        return SharedKeys(keys, values, self.recorded)
+
 
 def attention_forward(
     self: Any,
@@ -71,7 +80,7 @@ def attention_forward(
     v = self.v_norm(v)
     if facts.shared:
         q, k = rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables)
-        shared_kv_states[facts.shared] = SharedKeys(k, v, torch.is_grad_enabled())
+        shared_kv_states.setdefault(facts.shared, SharedKeys(k, v, torch.is_grad_enabled()))
         out = attention(q, k, v, tables.context, options)
     else:
         norms = norms_of_heads(self.q_norm, self.k_norm)
@@ -106,6 +115,8 @@ def reading_forward(
     q = _heads(projection(hidden_states, self.q_proj), facts)
     q = rotate(self.q_norm(q), position_embeddings)
     out = attention(q, shared.keys, shared.values, position_embeddings.context, facts.attention.options)
+    if facts.last:
+        shared_kv_states[facts.shared] = shared.cut()
     return projection(out.view(*hidden_states.shape[:-1], -1), self.o_proj), None
 
 

@@ -141,7 +141,8 @@ class GemmaPlan:
             ),
         )
         if reads:
-            return Attachment(reading_forward, GemmaAttentionFacts(facts, kind))
+            last = kind not in self.types[layer + 1 :]
+            return Attachment(reading_forward, GemmaAttentionFacts(facts, kind, last=last))
         self.pages[kind] = len(self.attentions)
         self.attentions.append(facts)
         read = kind in self.types[self.own :] and kind not in self.types[layer + 1 : self.own]
