@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from samebit.kernels.binding.families.inexact import DROPOUTS
 from samebit.rollout.errors import ModelLoadError
 
 _READ_HERE = {
@@ -39,7 +40,8 @@ _OF_THE_FILE = ("model_type", "architectures", "transformers_version", "_name_or
 
 
 def read_text_config(folder: Path) -> Any:
-    """Return a folder's config; of a model that is wrapped with vision, that of the text model in it.
+    """Return a folder's config; of a model that is wrapped with vision, that of the text model in it. It asks for no
+    dropout, as what is made of it is not trained.
 
     The whole says whether the head is tied, and may say which tokens end a text: the text part of a published config
     leaves that out, and has no head.
@@ -47,6 +49,14 @@ def read_text_config(folder: Path) -> Any:
     Raises:
         ModelLoadError: a key that the text model alone reads, and the whole does not, by name.
     """
+    config = _read(folder)
+    for name in DROPOUTS:
+        if vars(config).get(name):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _read(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text = config.get_text_config()
     if text is config or not _is_text_alone(config, text):

@@ -7,6 +7,7 @@ import torch
 
 from samebit.kernels import BindingError, bind
 from samebit.kernels.binding.attention.forwards import AttentionFacts
+from samebit.kernels.binding.families.family import RECURRENT_MASKS
 
 from .families import make_model, token_ids
 from .gradients import hugging_face, relative_error
@@ -55,3 +56,11 @@ def test_a_dynamic_scaling_is_refused_without_an_alpha_and_of_classes_that_read_
     model = make_model(family, rope_parameters={key: value for key, value in rope.items() if value is not None})
     with pytest.raises(BindingError, match="dynamic rotary scaling"):
         bind(model)
+
+
+@pytest.mark.skipif(RECURRENT_MASKS, reason="transformers 5.13 and later scale the other layers alone")
+def test_a_scaling_of_olmos_local_layers_is_refused() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 80}
+    with pytest.raises(BindingError, match=r"yarn rotary scaling of layers with a window too.*from 5\.13 on"):
+        bind(make_model("Olmo3", rope_parameters=yarn))
+    bind(make_model("Olmo3", rope_parameters=yarn, layer_types=["full_attention", "full_attention"]))

@@ -70,7 +70,13 @@ DENSE = (
         wrapped=VisionFamily("Gemma4", epilogue=soft_capped),
     ),
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
-    Family("Olmo3", unchanged, attention=AttentionFamily("full", rope_per_layer_type=RELEASE >= (5, 13))),
+    Family(
+        "Olmo3",
+        unchanged,
+        attention=AttentionFamily(
+            "full", rope_per_layer_type=RELEASE >= (5, 13), rotation=RotationFamily(unscaled_windows=True)
+        ),
+    ),
     Family("StableLm", unchanged),
     Family("Granite", scaled_down),
     Family("SeedOss", unchanged, layers=_PRE_NORM),

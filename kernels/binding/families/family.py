@@ -49,6 +49,7 @@ class RotationFamily:
             transformers reads; empty for none.
         windows_alone: where the config has a window, only the layers that have it are rotated; their modules say so by
             ``is_sliding``, and hold the window either way.
+        unscaled_windows: a scaling is not meant for layers with a window, and not every transformers knows that.
         by_alpha: a scaling called ``dynamic`` that has an ``alpha`` is another: the alpha alone fixes the frequencies.
     """
 
@@ -56,6 +57,7 @@ class RotationFamily:
     switch: str = ""
     width: str = ""
     windows_alone: bool = False
+    unscaled_windows: bool = False
     by_alpha: bool = False
 
     def is_fixed_by_alpha(self, parameters: dict[str, Any]) -> bool:

@@ -10,10 +10,11 @@ EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NONE = (None, 0, 1)
 """Holds such counts of dense models: Hunyuan's published configs say 1."""
-_DROPOUTS = (
+DROPOUTS = (
     *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
     *("dropout", "residual_dropout", "embedding_dropout"),
 )
+"""Names the keys of configs for dropout, which only a model in training has."""
 
 
 def inexact_features(family: Family | None, config: dict[str, Any], parameter_names: list[str]) -> list[str]:
@@ -24,7 +25,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         config: the Hugging Face config as a dictionary.
         parameter_names: of the model's state dict.
     """
-    found = [f"dropout ({name}={config[name]}; exact: 0.0)" for name in _DROPOUTS if config.get(name)]
+    found = [f"dropout ({name}={config[name]}; exact: 0.0)" for name in DROPOUTS if config.get(name)]
     # Gemma 4 has such counts without experts too, and experts of its own (`gemma.experts`).
     if (family is None or family.experts is None) and "enable_moe_block" not in config:
         found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name) not in _NONE]
@@ -84,6 +85,11 @@ def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
         sets = []
     kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
     found = [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
+    if family is not None and _scales_windows(family, config):
+        found.append(
+            f"{parameters.get('rope_type')} rotary scaling of layers with a window too, as this transformers computes "
+            "it: published models have none there (exact: transformers from 5.13 on)"
+        )
     if family is not None and family.attention.scaled_queries:
         beta, every = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
         if not isinstance(beta, int | float) or not isinstance(every, int) or every < 1:
@@ -92,6 +98,13 @@ def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
                 f"{every} in rope_parameters (exact: a number, and an integer from 1 on)"
             )
     return found
+
+
+def _scales_windows(family: Family, config: dict[str, Any]) -> bool:
+    """Return whether layers with a window would be rotated by a scaling that is meant for the others."""
+    meant = family.attention.rotation.unscaled_windows and not family.attention.rope_per_layer_type
+    scaling = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    return meant and scaling != "default" and "sliding_attention" in (config.get("layer_types") or ())
 
 
 def _unread_width(family: Family | None, config: dict[str, Any]) -> list[str]:

@@ -330,6 +330,7 @@ def test_the_models_own_config_and_verls_own_attention_are_fine(folder: Path) ->
     changes = (
         f"actor_rollout_ref.model.hf_config_path={folder}",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.0",
         "+actor_rollout_ref.model.override_config.model_config={}",
     )
     check_run(composed(folder, *changes))

@@ -11,6 +11,8 @@ from typing import Any
 
 from verl.utils.device import get_device_name
 
+from samebit.kernels.binding.families.inexact import DROPOUTS
+
 DEVICES = ("cpu", "cuda")
 """Lists the devices that samebit computes on, by verl's names."""
 
@@ -78,12 +80,19 @@ def check_class(module: object) -> None:
         )
 
 
+def _telling(given: Mapping[str, Any]) -> list[str]:
+    """Return the keys by which a model would compute something else: not its attention, which is samebit's, and not
+    that it has no dropout, as the servers' has none."""
+    idle = [name for name in DROPOUTS if name in given and not given[name]]
+    return [name for name in given if name not in (_ATTENTION, *idle)]
+
+
 def _of_another_config(model: Mapping[str, Any]) -> list[str]:
     """Return the options by which the trainer's config would differ from the one in the folder."""
     given = model["override_config"] or {}
     nested = given.get("model_config") or {}
-    names = [f"model.override_config.{name}" for name in given if name not in (_ATTENTION, "model_config")]
-    names += [f"model.override_config.model_config.{name}" for name in nested if name != _ATTENTION]
+    names = [f"model.override_config.{name}" for name in _telling(given) if name != "model_config"]
+    names += [f"model.override_config.model_config.{name}" for name in _telling(nested)]
     if model["hf_config_path"] not in (None, model["path"]):
         names.append(f"model.hf_config_path={model['hf_config_path']}")
     return names
