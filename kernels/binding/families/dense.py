@@ -4,45 +4,44 @@ from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import scaled_down, soft_capped, unchanged
 from samebit.kernels.binding.families.family import (
+    PRE_NORM,
     RELEASE,
+    WINDOW,
     AttentionFamily,
     AttentionNames,
     Family,
-    LayerFamily,
     MLPFamily,
     NormFamily,
     RotationFamily,
     VisionFamily,
 )
 
-_WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
-_PRE_NORM = LayerFamily(pre_norm=True)
 _HUNYUANS = AttentionNames(norms=("query_layernorm", "key_layernorm"))
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 _MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
 
 DENSE = (
-    Family("Llama", unchanged, layers=_PRE_NORM),
-    Family("Qwen2", unchanged, layers=_PRE_NORM),
+    Family("Llama", unchanged, layers=PRE_NORM),
+    Family("Qwen2", unchanged, layers=PRE_NORM),
     Family(
         "Qwen3",
         unchanged,
         attention=AttentionFamily("head"),
-        layers=_PRE_NORM,
+        layers=PRE_NORM,
         wrapped=VisionFamily("Qwen3VL", text="Qwen3VLText"),
     ),
-    Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM, wrapped=_MISTRAL3),
-    Family("Ministral", unchanged, layers=_PRE_NORM),
+    Family("Mistral", unchanged, attention=WINDOW, layers=PRE_NORM, wrapped=_MISTRAL3),
+    Family("Ministral", unchanged, layers=PRE_NORM),
     Family(
         "Ministral3",
         unchanged,
-        attention=replace(_WINDOW, scaled_queries=True),
-        layers=_PRE_NORM,
+        attention=replace(WINDOW, scaled_queries=True),
+        layers=PRE_NORM,
         wrapped=_MISTRAL3,
     ),
-    Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
-    Family("Gemma", unchanged, norm=_GEMMA_NORM, scaled_embedding="GemmaTextScaledWordEmbedding", layers=_PRE_NORM),
+    Family("Phi3", unchanged, attention=replace(WINDOW, fused=True), mlp=MLPFamily("fused")),
+    Family("Gemma", unchanged, norm=_GEMMA_NORM, scaled_embedding="GemmaTextScaledWordEmbedding", layers=PRE_NORM),
     Family(
         "Gemma2",
         soft_capped,
@@ -79,21 +78,21 @@ DENSE = (
     ),
     Family("StableLm", unchanged),
     Family("Granite", scaled_down),
-    Family("SeedOss", unchanged, layers=_PRE_NORM),
+    Family("SeedOss", unchanged, layers=PRE_NORM),
     Family(
         "SmolLM3",
         unchanged,
         attention=AttentionFamily(rotation=RotationFamily(switch="use_rope")),
-        layers=replace(_PRE_NORM, window_switch="use_sliding_window"),
+        layers=replace(PRE_NORM, window_switch="use_sliding_window"),
     ),
-    Family("Arcee", unchanged, mlp=MLPFamily("plain"), layers=_PRE_NORM),
+    Family("Arcee", unchanged, mlp=MLPFamily("plain"), layers=PRE_NORM),
     Family("Exaone4", unchanged, attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True))),
     Family(
         "HunYuanDenseV1",
         unchanged,
         attention=AttentionFamily("rotated", rotation=RotationFamily(by_alpha=True), names=_HUNYUANS),
     ),
-    Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=_PRE_NORM),
+    Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=PRE_NORM),
     Family("Glm4", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused")),
-    Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=_PRE_NORM),
+    Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=PRE_NORM),
 )

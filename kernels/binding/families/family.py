@@ -188,6 +188,13 @@ class LayerFamily:
         return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.types))
 
 
+PRE_NORM = LayerFamily(pre_norm=True)
+"""Llama's kind of layers."""
+
+WINDOW = AttentionFamily(window_of_all=True)
+"""Mistral's kind of attention."""
+
+
 @dataclass(frozen=True)
 class VisionFamily:
     """Describes what Hugging Face puts around the text model of one family: a ``...ForConditionalGeneration``.

@@ -2,10 +2,9 @@
 
 from samebit.kernels.binding.epilogue import unchanged
 from samebit.kernels.binding.families.expert_family import SIGMOID, ExpertFamily, Router
-from samebit.kernels.binding.families.family import Family, LayerFamily
+from samebit.kernels.binding.families.family import PRE_NORM, Family, LayerFamily
 from samebit.kernels.binding.families.latent_family import IndexerFamily, LatentFamily
 
-_PRE_NORM = LayerFamily(pre_norm=True)
 _SPARSE = LayerFamily(("deepseek_sparse_attention", "indexed_attention"), pre_norm=True)  # before 5.18, and since
 
 LATENTS = (
@@ -13,13 +12,13 @@ LATENTS = (
         "DeepseekV2",
         unchanged,
         latent=LatentFamily(),
-        layers=_PRE_NORM,
+        layers=PRE_NORM,
         experts=ExpertFamily(
             "Moe", "softmax", router=Router(classes=("", "TopkRouter")), group_score="best", method="topk_method"
         ),
     ),
-    Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID, layers=_PRE_NORM),
-    Family("Glm4MoeLite", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID, layers=_PRE_NORM),
+    Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID, layers=PRE_NORM),
+    Family("Glm4MoeLite", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID, layers=PRE_NORM),
     Family(
         "DeepseekV32",
         unchanged,

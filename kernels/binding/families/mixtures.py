@@ -12,17 +12,15 @@ from samebit.kernels.binding.families.expert_family import (
     Router,
 )
 from samebit.kernels.binding.families.family import (
+    PRE_NORM,
     RELEASE,
+    WINDOW,
     AttentionFamily,
     Family,
-    LayerFamily,
     MLPFamily,
     RotationFamily,
     VisionFamily,
 )
-
-_WINDOW = AttentionFamily(window_of_all=True)
-_PRE_NORM = LayerFamily(pre_norm=True)
 
 GRANITE = ExpertFamily(
     "MoE",
@@ -32,32 +30,32 @@ GRANITE = ExpertFamily(
 """Granite's kind, also in layers beside Mamba's."""
 
 MIXTURES = (
-    Family("Qwen2Moe", unchanged, experts=replace(SOFTMAX, shared=GATED_SHARED), layers=_PRE_NORM),
+    Family("Qwen2Moe", unchanged, experts=replace(SOFTMAX, shared=GATED_SHARED), layers=PRE_NORM),
     Family(
         "Qwen3Moe",
         unchanged,
         attention=AttentionFamily("head"),
         experts=SOFTMAX,
-        layers=_PRE_NORM,
+        layers=PRE_NORM,
         wrapped=VisionFamily("Qwen3VLMoe", text="Qwen3VLMoeText", normalised=True),
     ),
-    Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=SOFTMAX, layers=_PRE_NORM),
-    Family("Mixtral", unchanged, attention=_WINDOW, experts=SOFTMAX_OF_CHOSEN, layers=_PRE_NORM),
+    Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=SOFTMAX, layers=PRE_NORM),
+    Family("Mixtral", unchanged, attention=WINDOW, experts=SOFTMAX_OF_CHOSEN, layers=PRE_NORM),
     Family(
         "Glm4Moe",
         unchanged,
         attention=AttentionFamily("head", "use_qk_norm"),
         experts=SIGMOID,
-        layers=_PRE_NORM,
+        layers=PRE_NORM,
     ),
-    Family("Dots1", unchanged, attention=AttentionFamily("head"), experts=SIGMOID, layers=_PRE_NORM),
-    Family("SolarOpen", unchanged, experts=SIGMOID, layers=_PRE_NORM),
+    Family("Dots1", unchanged, attention=AttentionFamily("head"), experts=SIGMOID, layers=PRE_NORM),
+    Family("SolarOpen", unchanged, experts=SIGMOID, layers=PRE_NORM),
     Family(
         "MiniMaxM2",
         unchanged,
         attention=AttentionFamily("full", rotation=RotationFamily(width="rotary_dim")),
         experts=ExpertFamily("SparseMoeBlock", "sigmoid", router=Router(handed=True), normalised=True),
-        layers=_PRE_NORM,
+        layers=PRE_NORM,
     ),
     Family("GraniteMoe", scaled_down, experts=GRANITE),
     Family("GraniteMoeShared", scaled_down, mlp=MLPFamily("input_linear"), experts=GRANITE),
@@ -66,7 +64,7 @@ MIXTURES = (
         unchanged,
         attention=AttentionFamily(rotation=RotationFamily(neighbours=True)),
         experts=replace(SOFTMAX, normalised=True, router=Router(statics=True, least_sum="moe_norm_min")),
-        layers=_PRE_NORM,
+        layers=PRE_NORM,
     ),
     Family(
         "GptOss",
