@@ -62,3 +62,19 @@ def run(
     """Generate with a worker of this configuration; return its outputs and its statistics."""
     with RolloutWorker(model, config=RolloutConfig(**config)) as worker:
         return worker.generate(prompts, params), worker.stats()
+
+
+def assert_cold_and_warm_match_the_trainer(
+    model: nn.Module, sequences: list[list[int]], params: SamplingParams
+) -> None:
+    """Check samples of five prompts, of 1, 2, 17, 70 and 16 tokens, with an empty cache and with a warm one, and the
+    next turn of the longest: they are the same, found in the cache as far as they can be, and the trainer's.
+    """
+    with RolloutWorker(model, config=RolloutConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=24)) as worker:
+        cold, warm = (worker.generate(sequences, params) for _ in range(2))
+        turn = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7] for out in warm[3:4]]
+        (next_turn,) = worker.generate(turn, params)
+    assert [out.num_cached_tokens for out in warm] == [0, 0, 16, 64, 15]
+    assert next_turn.num_cached_tokens == 80
+    assert_same_samples(warm, cold)
+    assert_matches_trainer(model, [*warm, next_turn], [params] * 6)

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..campaign import CAMPAIGN
-from .relatives import MIXTURES, RELATIVES
+from .relatives import GROUPS, MIXTURES, RELATIVES
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOCAB = 1009
@@ -64,16 +64,6 @@ _GRANITE = {
 _CHOICE = {"num_experts": 15, "num_experts_per_tok": 4}
 """Counts experts, of which a row takes some: as many as fill no vector."""
 
-_GROUPS = {
-    "n_routed_experts": 15,
-    "num_experts_per_tok": 4,
-    "n_group": 3,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 50,
-}
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {"head_dim": 80}),
     "Llama, biases, rope llama3": (
@@ -116,7 +106,7 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Olmoe": ("Olmoe", {**_CHOICE, "intermediate_size": 100}),
     "Mixtral": ("Mixtral", {"num_local_experts": 3, "intermediate_size": 100, "sliding_window": 24}),
-    "Glm4Moe": ("Glm4Moe", {"head_dim": 52, "use_qk_norm": True, **_GROUPS}),
+    "Glm4Moe": ("Glm4Moe", {"head_dim": 52, "use_qk_norm": True, **GROUPS}),
     "GptOss": (
         "GptOss",
         {
@@ -143,12 +133,12 @@ _LATENTS = {
     "v_head_dim": 36,
 }
 _LATENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "DeepseekV3": ("DeepseekV3", {**_LATENTS, **_GROUPS, "q_lora_rank": 41, "first_k_dense_replace": 1}),
+    "DeepseekV3": ("DeepseekV3", {**_LATENTS, **GROUPS, "q_lora_rank": 41, "first_k_dense_replace": 1}),
     "DeepseekV3, whole queries, rope yarn": (
         "DeepseekV3",
         {
             **_LATENTS,
-            **_GROUPS,
+            **GROUPS,
             "q_lora_rank": None,
             "first_k_dense_replace": 1,
             "rope_interleave": False,
@@ -165,12 +155,12 @@ _LATENT: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "Glm4MoeLite": ("Glm4MoeLite", {**_LATENTS, **_GROUPS, "q_lora_rank": 41, "qk_rope_head_dim": 16}),
+    "Glm4MoeLite": ("Glm4MoeLite", {**_LATENTS, **GROUPS, "q_lora_rank": 41, "qk_rope_head_dim": 16}),
     "DeepseekV2": (
         "DeepseekV2",
         {
             **_LATENTS,
-            **_GROUPS,
+            **GROUPS,
             "q_lora_rank": None,
             "qk_nope_head_dim": 24,  # Hugging Face's own rotation can not run heads of an odd size
             "topk_method": "greedy",
@@ -179,7 +169,7 @@ _LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_INDEX = {**_LATENTS, **_GROUPS, "q_lora_rank": 41, "index_topk": 19, "index_head_dim": 27, "index_n_heads": 3}
+_INDEX = {**_LATENTS, **GROUPS, "q_lora_rank": 41, "index_topk": 19, "index_head_dim": 27, "index_n_heads": 3}
 _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "GlmMoeDsa": (
         "GlmMoeDsa",
@@ -272,7 +262,7 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": HUGGING_FACES_CHUNK,
             "moe_latent_size": 68,
             "moe_shared_expert_intermediate_size": 60,
-            **_GROUPS,
+            **GROUPS,
         },
     ),
     "Bamba": ("Bamba", {"attn_layer_indices": [1], "num_attention_heads": 5, "num_key_value_heads": 1, **_MIXER}),

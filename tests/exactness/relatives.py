@@ -4,7 +4,7 @@
 
 from typing import Any
 
-_GROUPS = {
+GROUPS = {
     "n_routed_experts": 15,
     "num_experts_per_tok": 4,
     "n_group": 3,
@@ -14,7 +14,9 @@ _GROUPS = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 50,
 }
-_GRANITE = {
+"""Says how many experts there are in groups, and of which some are taken."""
+
+_GRANITE_EXPERTS = {
     "intermediate_size": 100,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -60,19 +62,19 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 50,
         },
     ),
-    "GraniteMoe": ("GraniteMoe", {**_GRANITE, "attention_bias": True}),
-    "GraniteMoeShared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 60}),
+    "GraniteMoe": ("GraniteMoe", {**_GRANITE_EXPERTS, "attention_bias": True}),
+    "GraniteMoeShared": ("GraniteMoeShared", {**_GRANITE_EXPERTS, "shared_intermediate_size": 60}),
     "Dots1": (
         "Dots1",
         {
-            **_GROUPS,
+            **GROUPS,
             "first_k_dense_replace": 1,
             "n_shared_experts": 2,
             "sliding_window": 20,
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
-    "SolarOpen": ("SolarOpen", {**_GROUPS, "head_dim": 50, "attention_bias": True}),
+    "SolarOpen": ("SolarOpen", {**GROUPS, "head_dim": 50, "attention_bias": True}),
     "Ernie4_5_Moe": (
         "Ernie4_5_Moe",
         {

@@ -16,7 +16,7 @@ from samebit.kernels import BindingError, bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
-from .compare import assert_matches_trainer, assert_same_samples, run
+from .compare import assert_cold_and_warm_match_the_trainer, assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, LATENTS, MAX_LEN, bound_model, make_model, paired, token_ids
 from .gradients import assert_equal, assert_near_the_oracle, gradients, hugging_face, relative_error
 from .layouts import LAYOUTS, alone, assert_same_bits
@@ -37,14 +37,7 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
         near = make_model(family, dtype)
         exact = hugging_face(near.double() if dtype is torch.float32 else near.float(), SEQUENCES)
     assert relative_error(torch.cat(expected), torch.cat(exact)) < NEAR[dtype]
-    with RolloutWorker(model, config=RolloutConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=24)) as worker:
-        cold, warm = (worker.generate(SEQUENCES, PARAMS) for _ in range(2))
-        turn = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7] for out in warm[3:4]]
-        (next_turn,) = worker.generate(turn, PARAMS)
-    assert [out.num_cached_tokens for out in warm] == [0, 0, 16, 64, 15]
-    assert next_turn.num_cached_tokens == 80
-    assert_same_samples(warm, cold)
-    assert_matches_trainer(model, [*warm, next_turn], [PARAMS] * 6)
+    assert_cold_and_warm_match_the_trainer(model, SEQUENCES, PARAMS)
 
 
 @pytest.mark.parametrize("family", LATENTS[:2])

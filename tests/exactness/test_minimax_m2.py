@@ -13,39 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from samebit.kernels import BindingError, bind
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RolloutWorker, SamplingParams
 
 from ..weight_sync.expert_models import differing
 from .compare import assert_matches_trainer
 from .families import bound_model, make_model, token_ids
-from .test_expert_routes import ASKED, check_all
 
 FAMILY = "MiniMaxM2"
 SEQUENCES = token_ids(1, 2, 17, 70, 16)
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
 CORRECTION = "model.layers.1.mlp.e_score_correction_bias"
-
-
-def test_routes_cold_and_warm() -> None:
-    config = RolloutConfig(max_num_batched_tokens=40, max_num_seqs=4)
-    with RolloutWorker(bound_model(FAMILY, torch.bfloat16), config=config) as worker:
-        for _ in range(2):
-            outputs = worker.generate(token_ids(70, 3, 129), ASKED)
-            check_all(worker.module, outputs)
-        assert outputs[2].num_cached_tokens
-
-
-def test_a_correction_that_changes_moves_tokens_to_other_experts_and_is_seen() -> None:
-    model = bind(make_model(FAMILY))
-    with RolloutWorker(model) as worker:
-        before = worker.generate(SEQUENCES, PARAMS)
-        with worker.weight_update() as update:
-            model.get_buffer(CORRECTION).add_(torch.linspace(-0.3, 0.3, 15))
-        assert update.report is not None
-        assert update.report.changed == (CORRECTION,)
-        after = worker.generate(SEQUENCES, PARAMS)
-        assert_matches_trainer(model, after, [PARAMS] * 5)
-        assert [out.samples[0].logprobs for out in after] != [out.samples[0].logprobs for out in before]
 
 
 def test_published_folders_and_updates_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from samebit.kernels import bind
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RolloutWorker, SamplingParams
 
-from .compare import assert_matches_trainer, assert_same_samples
+from .compare import assert_cold_and_warm_match_the_trainer, assert_matches_trainer
 from .families import DTYPES, bound_model, make_model, paired, token_ids
 from .gradients import assert_near_the_oracle, hugging_face, relative_error
 from .layouts import LAYOUTS, alone, assert_same_bits
@@ -30,14 +30,7 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
         assert_same_bits(LAYOUTS["left padded"](model, SEQUENCES), expected)
         exact = hugging_face(make_model(family, dtype).double(), SEQUENCES)
     assert relative_error(torch.cat(expected), torch.cat(exact)) < NEAR[dtype]
-    with RolloutWorker(model, config=RolloutConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=24)) as worker:
-        cold, warm = (worker.generate(SEQUENCES, PARAMS) for _ in range(2))
-        turn = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7] for out in warm[3:4]]
-        (next_turn,) = worker.generate(turn, PARAMS)
-    assert [out.num_cached_tokens for out in warm] == [0, 0, 16, 64, 15]
-    assert next_turn.num_cached_tokens == 80
-    assert_same_samples(warm, cold)
-    assert_matches_trainer(model, [*warm, next_turn], [PARAMS] * 6)
+    assert_cold_and_warm_match_the_trainer(model, SEQUENCES, PARAMS)
 
 
 @pytest.mark.parametrize("family", RELATIVES)

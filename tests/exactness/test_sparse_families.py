@@ -23,7 +23,7 @@ from samebit.rollout.audit import audit as check
 from samebit.rollout.audit.choices import choices_apart
 from samebit.rollout.audit.compare import Row
 
-from .compare import assert_matches_trainer, assert_same_samples, run
+from .compare import assert_cold_and_warm_match_the_trainer, assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, MAX_LEN, SPARSE, bound_model, make_model, paired, token_ids
 from .gradients import hugging_face, loss, relative_error
 from .layouts import LAYOUTS, alone, assert_same_bits
@@ -45,14 +45,7 @@ def test_warm_is_cold_is_trainer(family: str, dtype: torch.dtype) -> None:
         expected = alone(model, SEQUENCES)
         for layout in ("left padded", "packed", "logits of a left-padded batch"):
             assert_same_bits(LAYOUTS[layout](model, SEQUENCES), expected)
-    with RolloutWorker(model, config=RolloutConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=24)) as worker:
-        cold, warm = (worker.generate(SEQUENCES, PARAMS) for _ in range(2))
-        turn = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7] for out in warm[3:4]]
-        (next_turn,) = worker.generate(turn, PARAMS)
-    assert [out.num_cached_tokens for out in warm] == [0, 0, 16, 64, 15]
-    assert next_turn.num_cached_tokens == 80
-    assert_same_samples(warm, cold)
-    assert_matches_trainer(model, [*warm, next_turn], [PARAMS] * 6)
+    assert_cold_and_warm_match_the_trainer(model, SEQUENCES, PARAMS)
 
 
 def choices(model: nn.Module, indexers: list[Any], ids: torch.Tensor) -> list[list[set[int]]]:
