@@ -79,8 +79,8 @@ class RolloutConfig:
         branch. Refused for a folder or a module.
     digest_key: the secret that cached blocks are named with; None for a new one. The workers of a fleet have one key,
         so that its router knows what each has cached. It shows in no repr, and is pickled only to start a replica.
-    dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8 in blocks) as bfloat16; or in the
-        model's dtype where the worker is built with `dtype`, or an update says `cast=True`. They are refused otherwise.
+    dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8) as bfloat16; or in the model's
+        dtype where the worker is built with `dtype`, or an update says `cast=True`. They are refused otherwise.
     self_test: compare rows of the model, by every way to compute them, before the worker starts (seconds; where that
         has passed before, not again). None for yes on CUDA.
     exact: True keeps the promise of bit-equal log-probabilities. False drops what exactness costs, for

@@ -1,5 +1,5 @@
-"""Folders as gpt-oss (mxfp4) and DeepSeek-V3 (fp8 in blocks) are published load in bfloat16 if asked,
-or are refused.
+"""Folders as gpt-oss (mxfp4), DeepSeek-V3 (fp8 in blocks) and Ministral 3 (fp8 with one scale a tensor) are published
+load in bfloat16 if asked, or are refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,21 @@ from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.loading import load_model
 from samebit.weight_sync import NonFiniteWeightError, WeightMismatchError, WeightSourceError, apply_weights
 
+from ..exactness.families import make_wrapped
 from .expert_models import differing, expert_model, values
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [8, 16]}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
 INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    """Return what a folder of compressed-tensors says whose weights are float8."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
 
 
 def gpt_oss(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -64,6 +74,23 @@ def in_fp8(model: PreTrainedModel, scale: torch.dtype = torch.float32) -> dict[s
             scales = torch.rand(-(-value.shape[0] // 8), -(-value.shape[1] // 16), generator=generator) * 1e-2
             stored[name] = (value.float() * 100).to(torch.float8_e4m3fn)
             stored[f"{name}_scale_inv"] = scales.to(scale)
+    return stored
+
+
+def in_float8(
+    model: PreTrainedModel, shape: tuple[int | None, ...] = (), scale: torch.dtype = torch.bfloat16, end: str = "_scale"
+) -> dict[str, Tensor]:
+    """Return a checkpoint whose matrices are float8, the scales of each of a shape (None for its rows) and called
+    `end`, with scales of activations beside them."""
+    generator = torch.Generator().manual_seed(7)
+    stored = revert_weight_conversion(model, values(model))
+    for name, value in list(stored.items()):
+        if value.dim() == 2 and "proj" in name:
+            scales = torch.rand([len(value) if size is None else size for size in shape], generator=generator) * 1e-2
+            stored[name] = (value.float() * 100).to(torch.float8_e4m3fn)
+            stored[name + end] = scales.to(scale)
+            activations = "activation_scale" if end == "_scale_inv" else "input_scale"
+            stored[name.removesuffix("weight") + activations] = torch.tensor(0.5)
     return stored
 
 
@@ -128,6 +155,59 @@ def test_fp8_in_blocks_has_the_bits_of_transformers(dtype: torch.dtype, scale: t
     assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in stored.items())
 
 
+@pytest.mark.parametrize(
+    ("settings", "shape", "end"),
+    [
+        (STATIC, (), "_scale_inv"),  # as Ministral-3-Instruct is published
+        (STATIC, (1,), "_scale"),
+        (compressed("tensor"), (1,), "_scale"),
+        (compressed("channel"), (None, 1), "_scale"),
+        (FBGEMM, (None, 1), "_scale"),
+    ],
+)
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])
+def test_one_scale_a_tensor_or_a_row(
+    settings: dict[str, Any], shape: tuple[int | None, ...], end: str, scale: torch.dtype, tmp_path: Path
+) -> None:
+    """Each number is its value times its scale, rounded once; what stands there for activations is left out."""
+    model, stored = deepseek(), in_float8(deepseek(1), shape, scale, end)
+    apply_weights(model, folder_of(tmp_path, model, stored, settings), dequantize=True, verify=True)
+    found = revert_weight_conversion(model, values(model))
+    stored = {name: value for name, value in stored.items() if not name.endswith(("activation_scale", "input_scale"))}
+    for name in [name.removesuffix(end) for name in stored if name.endswith(end)]:
+        value, scales = stored.pop(name).float(), stored.pop(name + end).float()
+        assert torch.equal(found.pop(name), (value * scales).bfloat16())
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in stored.items())
+
+
+def test_blocks_of_compressed_tensors_are_those_of_fp8(tmp_path: Path, fp8: Path) -> None:
+    model, expected = deepseek(), deepseek()
+    stored = {name.replace("_scale_inv", "_scale"): value for name, value in in_fp8(deepseek(1)).items()}
+    settings = compressed("block", block_structure=FP8["weight_block_size"])
+    apply_weights(model, folder_of(tmp_path / "compressed", model, stored, settings), dequantize=True)
+    apply_weights(expected, fp8, dequantize=True)
+    assert differing(model, expected) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers keeps float8 on a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_ministral_as_published_loads_as_transformers_loads_it(dtype: str, tmp_path: Path) -> None:
+    """A Ministral-3 with vision around it, in float8 with one scale a tensor, has the weights that transformers
+    gives it."""
+    whole = make_wrapped("Ministral3").bfloat16()
+    stored = in_float8(whole, (), torch.bfloat16, "_scale_inv")
+    stored = {name: value for name, value in stored.items() if "vision" not in name or "activation" not in name}
+    settings = {**STATIC, "modules_to_not_convert": ["lm_head"]}
+    folder_of(tmp_path, whole, stored, settings)
+    kind = type(whole)
+    expected = kind.from_pretrained(tmp_path, dtype=getattr(torch, dtype)).model.language_model.state_dict()
+    loaded = load_model(tmp_path, RolloutConfig(dequantize=True, dtype=dtype)).module
+    found = loaded.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_a_model_of_another_dtype_takes_quantized_weights_with_a_cast(
     kind: str, request: pytest.FixtureRequest
@@ -169,10 +249,23 @@ def test_a_worker_is_built_on_request(
 
 
 @pytest.mark.parametrize("dequantize", [False, True])
-@pytest.mark.parametrize("settings", [INT4, {**FP8, "weight_block_size": None}, {"quant_method": "gptq", "bits": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        INT4,
+        {**FP8, "weight_block_size": [8]},
+        {"quant_method": "gptq", "bits": 4},
+        {**compressed("tensor"), "format": "nvfp4-pack-quantized"},
+        {**compressed("tensor"), "config_groups": {}},
+        compressed("token"),
+        compressed("tensor", num_bits=4),
+        compressed("tensor", symmetric=False),
+        compressed("block", block_structure="8x16"),
+    ],
+)
 def test_other_formats_are_refused(settings: dict[str, Any], dequantize: bool, tmp_path: Path) -> None:
     folder_of(tmp_path, deepseek(), values(deepseek()), settings)
-    says = rf"quant_method='{settings['quant_method']}'.* be dequantized here; allowed: 'mxfp4', and 'fp8'"
+    says = rf"quant_method='{settings['quant_method']}'.* be dequantized here; allowed: 'mxfp4'; 'fp8', with"
     with pytest.raises(WeightSourceError, match=says):
         apply_weights(deepseek(), tmp_path, dequantize=dequantize)
     with pytest.raises(ModelLoadError, match=says):
@@ -217,6 +310,28 @@ def test_fp8_that_is_none(tmp_path: Path) -> None:
         expected = rf"{name}_scale_inv {says} are not fp8 in blocks of 8 x 16: .* bfloat16 or float16 \[2, 2\]$"
         with pytest.raises(WeightSourceError, match=expected):
             apply_weights(deepseek(), folder_of(tmp_path, deepseek(), stored, FP8), dequantize=True)
+
+
+def test_float8_with_other_scales_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    rows = len(in_float8(deepseek())[name])
+    both = r"\[\] bfloat16 and .*_scale \[1\] float32"
+    for settings, end, scales, says in (
+        (
+            STATIC,
+            "_scale",
+            torch.ones(rows, 1),
+            rf"_scale \[{rows}, 1\] float32 .* all rows x all columns: .* \[1, 1\]",
+        ),
+        (STATIC, "_scale", torch.ones(1), rf"_scale_inv {both} are not fp8 in blocks of all rows x all columns"),
+        (FBGEMM, "_scale", torch.ones(1), rf"_scale \[1\] float32 .* of 1 x all columns: .* float16 \[{rows}, 1\]$"),
+    ):
+        stored = in_float8(
+            deepseek(), () if settings is STATIC else (None, 1), end="_scale_inv" if "inv" in says else end
+        )
+        stored[name + end] = scales
+        with pytest.raises(WeightSourceError, match=f"{name}{says}"):
+            apply_weights(deepseek(), folder_of(tmp_path, deepseek(), stored, settings), dequantize=True)
 
 
 def test_what_is_missing_or_not_finite_is_named(tmp_path: Path) -> None:
