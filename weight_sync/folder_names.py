@@ -40,12 +40,14 @@ _WRAPPED = ".base_layer."
 _FREQUENCIES = "rotary_emb.inv_freq"
 
 _OF_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
-_OF_VISION = r"^(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
+_VISION = r"visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder"
+_OF_VISION = rf"^(model\.)?({_VISION})\."
 """Begin the names that a model with vision has for its text model and for its other modules, and had before
 transformers 4.52, when the text model had its head with it."""
 
 _TRANSPOSED = ("qwen3_moe", "qwen3_vl_moe_text")
-_INSIDE = ("gemma3_text", "gemma4_text", "mistral", "ministral3", "qwen3", "qwen3_vl_text", *_TRANSPOSED)
+_GEMMAS = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
+_INSIDE = (*_GEMMAS, "mistral", "ministral3", "qwen3", "qwen3_vl_text", *_TRANSPOSED)
 """Lists the types of text models that transformers also wraps with vision, without a rule that leads from one's names
 to the other's, and those of them whose folders may have the experts' weights with inputs before outputs."""
 

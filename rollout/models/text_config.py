@@ -13,6 +13,7 @@ from samebit.rollout.errors import ModelLoadError
 _READ_HERE = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_vl": ("qwen3_vl_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
@@ -27,7 +28,7 @@ _PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
 """Lists, by type, text models that transformers has inside of one with vision alone, and the model that computes the
 same for text, with what its config says and theirs does not."""
 
-_CAPPED = ("gemma4",)
+_CAPPED = ("gemma4", "gemma4_unified")
 """Lists those of them that cap their logits as the text model alone does."""
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")

@@ -446,6 +446,10 @@ _GEMMA4S = {
     "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "use_clipped_linears": True},
     "audio_config": {**_IMAGES, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24},
 }
+_GEMMA4_12BS = {
+    "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16},
+    "audio_config": {"audio_embed_dim": 24},
+}
 WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5": ("Qwen3_5", {"vision_config": _QWENS_IMAGES}),
     "Qwen3_5Moe": ("Qwen3_5Moe", {"vision_config": _QWENS_IMAGES}),
@@ -453,6 +457,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma4": ("Gemma4", {"vision_config": _GEMMA4S["vision_config"]}),
     "Gemma4, inputs of layers, shared keys": ("Gemma4", _GEMMA4S),
     "Gemma4, experts": ("Gemma4", _GEMMA4S),
+    "Gemma4Unified": ("Gemma4Unified", _GEMMA4_12BS),
     "Mistral": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
     "Ministral3": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
@@ -472,7 +477,7 @@ _NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_hea
 
 
 def _config_class(family: str) -> type:
-    of_text = family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
+    of_text = family in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
     return getattr(transformers, f"{family}TextConfig" if of_text else f"{family}Config")
 
 

@@ -164,6 +164,18 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4": ("Glm4", {"head_dim": 52, "tie_word_embeddings": True}),
     "Ernie4_5": ("Ernie4_5", {"head_dim": 50, "use_bias": True}),
     "Gemma4": ("Gemma4", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "Gemma4Unified": (
+        "Gemma4Unified",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "Gemma4, inputs of layers, shared keys": (
         "Gemma4",
         {

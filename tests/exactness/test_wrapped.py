@@ -46,7 +46,8 @@ IDS = torch.tensor(token_ids(20, 20))
 CHUNK = RolloutConfig(block_size=64)
 VISION = re.compile(r"\.(visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\.")
 GEMMA4, GEMMA4_EXPERTS = "Gemma4, inputs of layers, shared keys", "Gemma4, experts"
-FOLDERS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", GEMMA4, GEMMA4_EXPERTS, "Mistral", "Ministral3", "Qwen3", "Qwen3Moe")
+GEMMAS = ("Gemma3", GEMMA4, GEMMA4_EXPERTS, "Gemma4Unified")
+FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen3", "Qwen3Moe")
 """Lists families whose folders with vision load as their text models."""
 
 
@@ -207,7 +208,7 @@ def published(folder: Path, *, tied: bool) -> None:
     if config["model_type"].startswith("qwen3_5"):
         config["text_config"]["num_nextn_predict_layers"] = 1
         add(folder, "mtp.layers.0.mlp.up_proj.weight", "model.language_model.layers.3.input_layernorm.weight")
-    if config["text_config"].get("num_kv_shared_layers"):
+    if config["model_type"] == "gemma4" and config["text_config"]["num_kv_shared_layers"]:
         add(folder, *(f"model.language_model.layers.3.self_attn.{name}.weight" for name in ("k_proj", "v_proj")))
     (folder / "config.json").write_text(json.dumps(config))
 

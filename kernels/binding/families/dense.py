@@ -20,6 +20,15 @@ _GEMMA_NORM = NormFamily(1.0, "eps")
 _HUNYUANS = AttentionNames(norms=("query_layernorm", "key_layernorm"))
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 _MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
+_GEMMA4 = Family(
+    "Gemma4",
+    soft_capped,
+    attention=AttentionFamily("head", rope_per_layer_type=True, by_layer_type=True),
+    norm=NormFamily(eps="eps"),
+    scaled_embedding="Gemma4TextScaledWordEmbedding",
+    mlp=MLPFamily(activation="hidden_activation"),
+    wrapped=VisionFamily("Gemma4", epilogue=soft_capped),
+)
 
 DENSE = (
     Family("Llama", unchanged, layers=PRE_NORM),
@@ -59,14 +68,12 @@ DENSE = (
         mlp=MLPFamily(activation="hidden_activation"),
         wrapped=VisionFamily("Gemma3", unread=("final_logit_softcapping",)),
     ),
-    Family(
-        "Gemma4",
-        soft_capped,
-        attention=AttentionFamily("head", rope_per_layer_type=True, by_layer_type=True),
-        norm=NormFamily(eps="eps"),
-        scaled_embedding="Gemma4TextScaledWordEmbedding",
-        mlp=MLPFamily(activation="hidden_activation"),
-        wrapped=VisionFamily("Gemma4", epilogue=soft_capped),
+    _GEMMA4,
+    replace(
+        _GEMMA4,
+        prefix="Gemma4Unified",
+        scaled_embedding="Gemma4UnifiedTextScaledWordEmbedding",
+        wrapped=VisionFamily("Gemma4Unified", epilogue=soft_capped),
     ),
     Family("Olmo2", unchanged, attention=AttentionFamily("full")),
     Family(

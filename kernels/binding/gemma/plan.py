@@ -90,8 +90,8 @@ class GemmaPlan:
 
     @property
     def has_layer_inputs(self) -> bool:
-        """Return whether each layer takes an embedding of its own."""
-        return bool(self.config.hidden_size_per_layer_input)
+        """Return whether each layer takes an embedding of its own; the class of the 12B knows none."""
+        return bool(self.config.to_dict().get("hidden_size_per_layer_input"))
 
     def embedded_width(self, name: str, embedding: nn.Module) -> int:
         """Return how wide what an embedding gives to the model is, or to each layer.
