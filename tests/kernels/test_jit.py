@@ -77,6 +77,30 @@ def test_a_lock_of_another_user_keeps_no_kernel_from_compiling(tmp_path: Path) -
         lock.chmod(0o444)
 
 
+WITHOUT_LOCKS = """
+import errno, fcntl, os, sys
+import numpy as np
+def flock(file, operation):
+    code = getattr(errno, sys.argv[2])
+    raise OSError(code, os.strerror(code))
+fcntl.flock = flock
+sys.path.insert(0, sys.argv[1])
+from shared import kernel
+out = np.zeros(1)
+kernel(out)
+print(int(out[0]))
+"""
+
+
+@pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_keeps_no_kernel_from_compiling(tmp_path: Path, error: str) -> None:
+    """NFS without its daemon of locks refuses one (ENOLCK), as some file systems of users do (EOPNOTSUPP)."""
+    (tmp_path / "shared.py").write_text(SHARED)
+    command = [*python(), "-c", WITHOUT_LOCKS, str(tmp_path), error]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
+    assert done.stdout == "1\n"
+
+
 NOWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -5,15 +5,15 @@ kernel is compiled at its first call for a dtype and kept in Numba's on-disk cac
 (ranks of a trainer, actors of Ray) one compiles, the others wait and read its cache.
 """
 
+import fcntl
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
@@ -45,14 +45,15 @@ def _garbage_kept() -> Iterator[None]:
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock among the processes of this machine; where it is another user's, as root's may be, go on without."""
-    lock = FileLock(path)
-    with suppress(PermissionError):
-        lock.acquire()
-    try:
+    """Hold a lock among the processes of this machine, or go on without: it saves work, and Numba's cache is safe.
+
+    There is none where the file is another user's, as root's may be, or where the file system has no locks (NFS without
+    its daemon, Lustre without ``flock``).
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            fcntl.flock(held.enter_context(path.open("ab")), fcntl.LOCK_EX)
         yield
-    finally:
-        lock.release()
 
 
 class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
