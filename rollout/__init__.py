@@ -2,7 +2,7 @@
 
 Floors, from the top, each importing from itself and those below: `cli` > `audit`, `fleet`, `integrations` >
 `async_worker` > `worker` > `worker_interface`, `build` > `control` > `models`, `adapters`, `self_test` > `runner`,
-`stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` > `errors`, `checks`,
+`stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` > `structured_outputs` > `errors`, `checks`,
 `guard`, `keys`, `publishing`. Any of them may import `samebit.kernels` and `samebit.weight_sync`, which know nothing of
 this package.
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
     from samebit.rollout.requests.shared import RequestEvent
     from samebit.rollout.sampling_params import SamplingParams
+    from samebit.rollout.structured_outputs.params import StructuredOutputsParams
     from samebit.rollout.worker import RolloutWorker
     from samebit.rollout.worker_interface import UpdateOptions, Worker
 
@@ -60,6 +61,7 @@ __all__ = [
     "SelfTestError",
     "StreamChunk",
     "StreamGapError",
+    "StructuredOutputsParams",
     "TokenizerError",
     "UpdateOptions",
     "Worker",
@@ -67,7 +69,7 @@ __all__ = [
     "WorkerStateError",
 ]
 
-_MODULES = ("errors", "sampling_params", "config", "requests.shared", "outputs", "control.delivery",
+_MODULES = ("errors", "structured_outputs.params", "sampling_params", "config", "requests.shared", "outputs", "control.delivery",
             "worker_interface", "worker")  # fmt: skip
 """Lists the modules of the public names, light ones first: a name is looked for in this order; the rest is not
 loaded."""

@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from samebit.rollout.checks import SMALLEST_NORMAL, as_bool, as_int, as_number, shown
+from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 
 LOWEST_TEMPERATURE = 1e-4
 MOST_SAMPLES = 1 << 14
@@ -50,6 +51,7 @@ class SamplingParams:
     logit_bias: token id -> value added to its logit before the choice.
     return_routed_experts: report which experts computed each token of prompt and output.
     adapter: the name of the adapter that computes it; None for the worker's own choice, "__base__" for none.
+    structured_outputs: what the text is constrained to, a `StructuredOutputsParams`. Needs a tokenizer.
     cache_salt: requests with different salts (or one with and one without) share no cached tokens.
     """
 
@@ -73,6 +75,7 @@ class SamplingParams:
     cache_salt: str | None = None
     adapter: str | None = None
     return_routed_experts: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._int("n", 1, MOST_SAMPLES)
@@ -104,6 +107,10 @@ class SamplingParams:
             raise ValueError(f"cache_salt must be a non-empty string or None, got {shown(self.cache_salt)}")
         if self.adapter is not None and not (isinstance(self.adapter, str) and self.adapter):
             raise ValueError(f"adapter must be a non-empty string or None, got {shown(self.adapter)}")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                "structured_outputs must be StructuredOutputsParams or None, got " + shown(self.structured_outputs)
+            )
         self._own_copies()
 
     @cached_property
@@ -114,7 +121,8 @@ class SamplingParams:
     @cached_property
     def changes_logits(self) -> bool:
         """Return whether the logits are changed before each choice (``min_tokens`` aside)."""
-        return self.filters or self.penalizes or bool(self.logit_bias)
+        constrained = self.structured_outputs is not None
+        return self.filters or self.penalizes or bool(self.logit_bias) or constrained
 
     @cached_property
     def penalizes(self) -> bool:
@@ -124,7 +132,7 @@ class SamplingParams:
     @cached_property
     def can_run_ahead(self) -> bool:
         """Return whether the next token but one can be drawn before anybody has read the next one."""
-        return not self.penalizes and self.logprobs is None
+        return not self.penalizes and self.logprobs is None and self.structured_outputs is None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.request import Request
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.grammars import Grammar, Grammars
 
 MakeRequests = Callable[[int, Callable[[], str]], list[Request]]
 """Makes requests, given the ordinal of the first and what names one that the caller has not named."""
@@ -38,6 +39,7 @@ class Intake:
         self._cache = cache
         self._adapters = adapters
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, limits.vocab_size, eos_token_ids)
 
     def checked(
         self, prompts: list[list[int]], params: list[SamplingParams], request_ids: list[str | None]
@@ -78,7 +80,14 @@ class Intake:
             tokenizer=self._tokenizer,
             prompt_digests=self._cache.hash_prompt(ids, params.cache_salt, 0 if adapter is None else adapter.number),
             adapter=adapter,
+            grammar=self._grammar(params),
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        return self._grammars.compiled(asked, ignore_eos=params.ignore_eos, stop_ids=params.stop_ids)
 
 
 def as_request_ids(given: object) -> list[str]:

@@ -28,6 +28,7 @@ from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.requests.version_history import Span, VersionHistory
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.grammars import Grammar
 
 FloatArray = npt.NDArray[np.float32]
 TopLogprobs = list[dict[int, float] | None]
@@ -56,10 +57,11 @@ class Request:
         tokenizer: Tokenizer | None = None,
         prompt_digests: PromptDigests | None = None,
         adapter: Adapter | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.shared = Shared(
             request_id, prompt, params, ordinal=ordinal, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids,
-            adapter=adapter,
+            adapter=adapter, grammar=grammar,
         )  # fmt: skip
         self.prompt_digests = prompt_digests
         self.sequences = [Sequence(self.shared, index, tokenizer) for index in range(params.n)]

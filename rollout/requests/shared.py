@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.grammars import Grammar
 
 IntArray = npt.NDArray[np.int64]
 
@@ -46,10 +47,11 @@ class Shared:
     `end_ids`: the tokens that end a sample.
     `error`: what failed it; None while nothing did.
     `adapter`: what it goes through until it ends; None for the model alone.
+    `grammar`: what its samples are constrained to, compiled; None for nothing.
     """
 
     __slots__ = (
-        "adapter", "end_ids", "error", "events", "max_new_tokens", "ordinal", "params", "progress", "prompt",
+        "adapter", "end_ids", "error", "events", "grammar", "max_new_tokens", "ordinal", "params", "progress", "prompt",
         "request_id",
     )  # fmt: skip
 
@@ -63,6 +65,7 @@ class Shared:
         max_new_tokens: int,
         eos_token_ids: tuple[int, ...],
         adapter: Adapter | None,
+        grammar: Grammar | None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -71,6 +74,7 @@ class Shared:
         self.max_new_tokens = max_new_tokens
         self.end_ids = frozenset((*(() if params.ignore_eos else eos_token_ids), *params.stop_ids))
         self.adapter = adapter
+        self.grammar = grammar
         self.events = [RequestEvent("added", time.monotonic())]
         self.progress = Progress(unfinished=params.n)
         self.error: Exception | None = None

@@ -6,8 +6,8 @@ Invariants
   them.
 * Where several samples draw from one row, there are at most `max_rows` rows of copies at a time.
 * At temperature 0 the choice is greedy and the report is at temperature 1.
-* What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (A
-  repetition penalty and likely tokens are the exceptions: see `SamplingParams.can_run_ahead`.)
+* What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (Grammars,
+  a repetition penalty and likely tokens are the exceptions: see `SamplingParams.can_run_ahead`.)
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from samebit.rollout.requests.request import Sequence, TopLogprobs
 from samebit.rollout.runner.likely_tokens import rows_by_count, top_logprobs
 from samebit.rollout.runner.seen_tokens import SeenTokens, seen_by
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.grammars import Grammar
+from samebit.rollout.structured_outputs.matching import Matcher, followed, rule_out_all_but
 
 Words = npt.NDArray[np.uint32]
 Positions = npt.NDArray[np.int64]
@@ -105,7 +107,7 @@ class _Streams:
     """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences.
 
     greedy: a temperature is 0. scaled: one is neither 0 nor 1. processed: the rows whose logits may be. likely: by a
-    count of likely tokens, the rows that ask for as many. seen: what is kept of those that are penalized.
+    count of likely tokens, the rows that ask for as many. seen: what is kept of those that are penalized. matchers: of those that are constrained.
     """
 
     sequences: list[Sequence]
@@ -117,6 +119,7 @@ class _Streams:
     processed: list[int]
     likely: dict[int, list[int]]
     seen: dict[Sequence, SeenTokens]
+    matchers: dict[Sequence, Matcher]
 
     def part(self, at: slice) -> _Streams:
         """Return it of some of the sequences; what they draw from, `DrawInputs.part` has."""
@@ -163,6 +166,7 @@ class Sampler:
             processed=_to_process(sequences),
             likely=rows_by_count(sequences),
             seen=seen_by(sequences, {} if self._last is None else self._last.seen),
+            matchers=followed(_grammars(sequences), {} if self._last is None else self._last.matchers),
         )  # fmt: skip
 
     def _words(self, sequence: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -246,6 +250,11 @@ def _to_process(sequences: list[Sequence]) -> list[int]:
     return [row for row, one in enumerate(sequences) if one.params.changes_logits or one.params.min_tokens]
 
 
+def _grammars(sequences: list[Sequence]) -> dict[Sequence, Grammar]:
+    """Return the grammars of those sequences that are constrained."""
+    return {one: grammar for one in sequences if (grammar := one.shared.grammar) is not None}
+
+
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Compute what most engines report (``exact=False``)."""
     return torch.log_softmax(logits / temperatures[:, None], dim=-1).gather(1, tokens[:, None])[:, 0]
@@ -263,6 +272,8 @@ def _process(logits: torch.Tensor, streams: _Streams, positions: Positions) -> _
         return None
     at = indices(np.array(list(rows), np.int64), logits.device)
     kept = _Kept(at, logits.index_select(0, at))
+    if streams.matchers:
+        _constrain(logits, streams)
     for row, may_end in rows.items():
         sequence = streams.sequences[row]
         _process_row(logits[row], sequence, streams.seen.get(sequence), may_end)
@@ -270,6 +281,14 @@ def _process(logits: torch.Tensor, streams: _Streams, positions: Positions) -> _
     if filtered:
         kernels.keep_likely(logits, _filters(filtered, streams.sequences, logits.shape[1]))
     return kept
+
+
+def _constrain(logits: torch.Tensor, streams: _Streams) -> None:
+    """Rule out what grammars do not allow, before all else as in vLLM: no filter counts what can not be chosen."""
+    places = [row for row in streams.processed if streams.sequences[row].shared.grammar is not None]
+    if places:
+        matchers = [streams.matchers[one].take(one.output_ids) for one in (streams.sequences[row] for row in places)]
+        rule_out_all_but(logits, places, matchers)
 
 
 def _filters(rows: list[int], sequences: list[Sequence], vocab: int) -> Filters:

@@ -35,6 +35,7 @@ FLOORS = {
     "samebit.kernels": ["libgomp", "openmp team", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
         "errors checks guard keys publishing",
+        "structured_outputs",
         "config sampling_params",
         "requests outputs",
         "cache",

@@ -1,0 +1,131 @@
+"""Compile what requests are constrained to, in the callers' threads: `Grammars`.
+
+Invariants
+----------
+* What can not be compiled is refused at submission; the generation thread meets compiled grammars alone.
+* A compiled grammar is only ever copied, so requests of equal texts share it.
+* Nothing is loaded, and no tokenizer is read, before the first request asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samebit.rollout.checks import shown
+from samebit.rollout.errors import RequestError
+from samebit.rollout.structured_outputs.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_KEPT = 64
+"""Grammars that are kept for requests to come: those of a training run are few, and each takes memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """Holds a compiled grammar, at its beginning. accepting: tokens of the tokenizer, any of which is allowed where
+    the text may end. ending: those that end a sample of this request instead."""
+
+    start: LLMatcher
+    accepting: tuple[int, ...]
+    ending: tuple[int, ...]
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and the vocabulary of one model."""
+
+    def __init__(self, tokenizer: object, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._read: LLTokenizer | None = None
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+
+    def compiled(
+        self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]
+    ) -> Grammar:
+        """Return what a request asks for, compiled; its samples end where the grammar lets them.
+
+        Raises:
+            RequestError: it can not be compiled, by its own fault or since this worker can compile none.
+        """
+        model_ends = () if ignore_eos else self._eos_token_ids
+        ending = model_ends or stop_ids
+        if not ending:
+            raise RequestError(
+                f"structured_outputs need a token that ends a sample: the model's are {list(self._eos_token_ids)}, "
+                f"ignore_eos={ignore_eos}, and stop_token_ids has none"
+            )
+        with self._lock:  # reading a tokenizer takes seconds, and is done once
+            if self._read is None:
+                self._read = self._read_tokenizer()
+            start = self._kept.get(asked.kind_and_text)
+            if start is None:
+                start = self._kept[asked.kind_and_text] = _compiled(self._read, asked)
+            self._kept.move_to_end(asked.kind_and_text)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+            return Grammar(start, tuple(self._read.eos_tokens), ending)
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs need llguidance, which is not installed: pip install 'samebit[structured]'"
+            ) from error
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            given = "none" if tokenizer is None else f"a {type(tokenizer).__name__}"
+            raise RequestError(
+                "structured_outputs need a tokenizer of the kind PreTrainedTokenizerFast, by which the texts of all "
+                f"tokens are known; this worker has {given}"
+            )
+        if len(tokenizer) > self._vocab_size:
+            raise RequestError(
+                f"structured_outputs need a tokenizer that fits the model: it has {len(tokenizer)} tokens, and the "
+                f"model gives logits of {self._vocab_size}"
+            )
+        own = tokenizer.eos_token_id
+        ends = self._eos_token_ids or (() if own is None else (own,))
+        if not ends:
+            raise RequestError("structured_outputs need an end token, and neither model nor tokenizer names one")
+        try:
+            return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=list(ends))
+        except Exception as error:  # whatever the library can not read
+            raise RequestError(f"structured_outputs can not read this worker's tokenizer: {error}") from error
+
+
+def _compiled(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    kind, text = asked.kind_and_text
+    try:
+        start = LLMatcher(tokenizer, _source(kind, text), log_level=0)
+    except ValueError as error:
+        raise _refused(kind, text, str(error)) from error
+    if start.is_error():
+        raise _refused(kind, text, start.get_error())
+    return start
+
+
+def _source(kind: str, text: str) -> str:
+    """Return a grammar in the library's own format."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(text)
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema({"type": "object"})
+    return grammar_from(kind, text)
+
+
+def _refused(kind: str, text: str, why: str) -> RequestError:
+    return RequestError(f"structured_outputs.{kind} can not be compiled: {why}; given: {shown(text)}")

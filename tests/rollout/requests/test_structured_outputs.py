@@ -1,0 +1,223 @@
+"""Ask for samples that keep to a schema, an expression, a choice or a grammar, of a model that writes none of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+
+from samebit.kernels import token_logprobs
+from samebit.rollout import (
+    NoTokenLeftError,
+    RequestError,
+    RequestOutput,
+    RolloutConfig,
+    RolloutWorker,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+from ..http.served import byte_tokenizer
+from ..tiny_llama import smallest
+
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+LARK = 'start: "<" digit ("," digit)~2 ">"\ndigit: /[0-9]/\n'
+
+
+def policy(**changes: object) -> LlamaForCausalLM:
+    """Return a model of random weights, whose logits are wider than the tokenizer."""
+    sizes = {"vocab_size": len(TOKENIZER) + 7, "max_position_embeddings": 512, "eos_token_id": END}
+    return smallest(3, **{**sizes, **changes})
+
+
+def asked(seed: int = 0, n: int = 1, **kind: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=200, seed=seed, n=n, structured_outputs=StructuredOutputsParams(**kind))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RolloutWorker]:
+    with RolloutWorker(policy(), tokenizer=TOKENIZER, config=RolloutConfig(num_blocks=64, block_size=16)) as one:
+        yield one
+
+
+def texts(worker: RolloutWorker, params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3)) -> list[str]:
+    [output] = worker.generate([list(prompt)], params)
+    assert {sample.finish_reason for sample in output.samples} == {"stop"}
+    return [sample.text for sample in output.samples]
+
+
+def test_each_kind_is_kept_to(worker: RolloutWorker) -> None:
+    """A sample is what its grammar allows, whole, and ends by itself."""
+    for text in texts(worker, asked(n=4, json=SCHEMA)) + texts(worker, asked(n=2, json=json.dumps(SCHEMA))):
+        read = json.loads(text)
+        assert set(read) == {"name", "age"} and len(read["name"]) <= 5 and 0 <= read["age"] <= 99
+    assert all(re.fullmatch("[ab]{3}-[0-9]{2}", one) for one in texts(worker, asked(n=4, regex="[ab]{3}-[0-9]{2}")))
+    assert set(texts(worker, asked(n=8, choice=["yes", "no"]))) == {"yes", "no"}
+    assert all(re.fullmatch("<[0-9],[0-9],[0-9]>", one) for one in texts(worker, asked(n=3, grammar=LARK)))
+
+
+def test_any_object_is_json(worker: RolloutWorker) -> None:
+    """An object of any fields can be read, where it came to its end."""
+    bias = {TOKENIZER.convert_tokens_to_ids(character): 9.0 for character in '"}'}
+    params = SamplingParams(
+        max_tokens=300, seed=1, n=4, logit_bias=bias, structured_outputs=StructuredOutputsParams(json_object=True)
+    )
+    [output] = worker.generate([[4, 5]], params)
+    ended = [sample.text for sample in output.samples if sample.finish_reason == "stop"]
+    assert ended and all(isinstance(json.loads(text), dict) for text in ended)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"repetition_penalty": 1.3}, {"min_p": 0.2}])
+def test_what_is_reported_is_the_trainers(worker: RolloutWorker, temperature: float, more: dict[str, float]) -> None:
+    """The log-probability is that of the unconstrained logits, bit for bit, the end token's too."""
+    params = SamplingParams(
+        max_tokens=100, seed=5, n=2, temperature=temperature, structured_outputs=StructuredOutputsParams(json=SCHEMA),
+        **more,
+    )  # fmt: skip
+    [output] = worker.generate([[7, 8, 9]], params)
+    for sample in output.samples:
+        ids = torch.tensor([output.prompt_token_ids + sample.token_ids])
+        expected = token_logprobs(worker.module, ids, temperature=temperature or 1.0)[0, 2:]
+        assert torch.equal(expected.detach(), torch.tensor(sample.logprobs))
+        assert sample.token_ids[-1] == END
+
+
+def tokens_of(output: RequestOutput) -> list[list[int]]:
+    return [sample.token_ids for sample in output.samples]
+
+
+KINDS: list[dict[str, Any]] = [{"json": SCHEMA}, {"regex": "[ab]{9}c*"}, {"choice": ["yes", "no"]}, {"grammar": LARK}, {}]
+
+
+@given(data=st.data())
+def test_the_same_tokens_alone_and_in_any_batch(alone: dict[int, list[list[int]]], data: st.DataObject) -> None:
+    """A constrained request has the same tokens alone and beside others, under preemption too."""
+    order = data.draw(st.lists(st.sampled_from(range(len(KINDS))), min_size=1, max_size=6))
+    blocks, budget = data.draw(st.integers(14, 24)), data.draw(st.integers(8, 40))
+    config = RolloutConfig(num_blocks=blocks, block_size=8, max_num_batched_tokens=budget, max_num_seqs=8)
+    with RolloutWorker(policy(), tokenizer=TOKENIZER, config=config) as tight:
+        outputs = tight.generate([[1, 2, 3]] * len(order), [batched(kind) for kind in order])
+    assert [tokens_of(one) for one in outputs] == [alone[kind] for kind in order]
+
+
+def batched(kind: int) -> SamplingParams:
+    constraint = StructuredOutputsParams(**KINDS[kind]) if KINDS[kind] else None
+    return SamplingParams(n=2, seed=11 + kind, max_tokens=40, structured_outputs=constraint)
+
+
+@pytest.fixture(scope="module")
+def alone(worker: RolloutWorker) -> dict[int, list[list[int]]]:
+    return {kind: tokens_of(worker.generate([[1, 2, 3]], batched(kind))[0]) for kind in range(len(KINDS))}
+
+
+def test_a_sample_goes_on_over_an_update_of_the_weights(worker: RolloutWorker) -> None:
+    """A constrained sample goes on over an update of the weights, and is still what its grammar allows."""
+    handle = worker.submit([1, 2, 3], asked(regex="[ab]{150}"))
+    next(iter(handle))
+    with worker.weight_update():
+        pass
+    assert re.fullmatch("[ab]{150}", handle.result().samples[0].text)
+
+
+def test_end_tokens_that_the_request_names_end_it(worker: RolloutWorker) -> None:
+    """Where the model's end tokens are ignored, those that the request names end the sample, as TRL asks."""
+    constraint = StructuredOutputsParams(regex="ab")
+    other = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+    params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[other], structured_outputs=constraint)
+    [output] = worker.generate([[1]], params)
+    assert output.samples[0].token_ids[-1] == other
+    with pytest.raises(RequestError, match="need a token that ends a sample"):
+        worker.submit([1], SamplingParams(ignore_eos=True, structured_outputs=constraint))
+
+
+def test_nothing_left_fails_that_request_alone(worker: RolloutWorker) -> None:
+    """A request whose grammar ends before its min_tokens fails by name, and others go on."""
+    other = worker.submit([1, 2], asked(regex="[ab]{50}"))
+    params = SamplingParams(min_tokens=9, structured_outputs=StructuredOutputsParams(regex="ab"))
+    with pytest.raises(NoTokenLeftError, match="structured_outputs"):
+        worker.generate([[1]], params)
+    assert len(other.result().samples[0].text) == 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"json": {"type": "poem"}}, "json can not be compiled: .*poem"),
+        ({"json": {"not": {"type": "string"}}}, "json can not be compiled: .*not"),
+        ({"regex": "a(("}, "regex can not be compiled: .*unclosed group"),
+        ({"grammar": "start: nothing"}, "grammar can not be compiled"),
+    ],
+)
+def test_what_can_not_be_compiled_is_refused_at_submission(
+    worker: RolloutWorker, kind: dict[str, Any], says: str
+) -> None:
+    """What can not be compiled is refused by its cause when it is submitted."""
+    with pytest.raises(RequestError, match=f"(?s)structured_outputs.{says}"):
+        worker.submit([1], asked(**kind))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "exactly one of"),
+        ({"regex": "a", "choice": ["b"]}, "exactly one of"),
+        ({"choice": []}, "list of non-empty strings"),
+        ({"regex": ""}, "non-empty string"),
+        ({"json_object": False}, "must be True or None"),
+        ({"json": "{"}, "is no JSON"),
+        ({"json": {"a": object()}}, "is no JSON"),
+        ({"json": "[1]"}, "text of a JSON object"),
+    ],
+)
+def test_parameters_are_checked(given: dict[str, Any], says: str) -> None:
+    """Exactly one kind is taken, of its type."""
+    with pytest.raises(ValueError, match=says):
+        StructuredOutputsParams(**given)
+
+
+def test_parameters_are_copies_that_travel() -> None:
+    """A caller's later change does not reach in, and what is pickled is equal."""
+    schema: dict[str, Any] = {"type": "object"}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    schema["type"] = "string"
+    assert params.structured_outputs == StructuredOutputsParams(json={"type": "object"})
+    assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(ValueError, match="structured_outputs must be StructuredOutputsParams or None"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_a_worker_that_can_compile_none_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is refused by name without tokenizer, with one that does not fit the model, and without the library;
+    others run."""
+    with RolloutWorker(policy()) as bare, pytest.raises(RequestError, match="this worker has none"):
+        bare.submit([1], asked(regex="a"))
+    with (
+        RolloutWorker(policy(vocab_size=200, eos_token_id=5), tokenizer=TOKENIZER) as narrow,
+        pytest.raises(RequestError, match=f"it has {len(TOKENIZER)} tokens, and the model gives logits of 200"),
+    ):
+        narrow.submit([1], asked(regex="a"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "llguidance"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with RolloutWorker(policy(), tokenizer=TOKENIZER) as without:
+        with pytest.raises(RequestError, match=r"samebit\[structured\]"):
+            without.submit([1], asked(regex="a"))
+        assert without.generate([[1]], SamplingParams(max_tokens=3))
