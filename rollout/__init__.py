@@ -2,9 +2,9 @@
 
 Floors, from the top, each importing from itself and those below: `cli` > `audit`, `fleet`, `integrations` >
 `async_worker` > `worker` > `worker_interface`, `build` > `control` > `models`, `adapters`, `self_test` > `runner`,
-`stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` > `structured_outputs` > `errors`, `checks`,
-`guard`, `keys`, `publishing`. Any of them may import `samebit.kernels` and `samebit.weight_sync`, which know nothing of
-this package.
+`stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` >
+`structured_outputs` > `errors`, `checks`, `guard`, `keys`, `publishing`. Any of them may import `samebit.kernels` and
+`samebit.weight_sync`, which know nothing of this package.
 
 The way through is a request's: `worker` takes it, `control` makes it a `requests.request` and steps the `engine`, which
 plans on the blocks of the `cache` and has the plan computed by the `runner`, in `memory` of a model's shape; what comes
@@ -69,8 +69,8 @@ __all__ = [
     "WorkerStateError",
 ]
 
-_MODULES = ("errors", "structured_outputs.params", "sampling_params", "config", "requests.shared", "outputs", "control.delivery",
-            "worker_interface", "worker")  # fmt: skip
+_MODULES = ("errors", "structured_outputs.params", "sampling_params", "config", "requests.shared", "outputs",
+            "control.delivery", "worker_interface", "worker")  # fmt: skip
 """Lists the modules of the public names, light ones first: a name is looked for in this order; the rest is not
 loaded."""
 

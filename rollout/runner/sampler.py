@@ -6,8 +6,8 @@ Invariants
   them.
 * Where several samples draw from one row, there are at most `max_rows` rows of copies at a time.
 * At temperature 0 the choice is greedy and the report is at temperature 1.
-* What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (Grammars,
-  a repetition penalty and likely tokens are the exceptions: see `SamplingParams.can_run_ahead`.)
+* What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (A
+  grammar, a repetition penalty and likely tokens are the exceptions: see `SamplingParams.can_run_ahead`.)
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class _Streams:
     """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences.
 
     greedy: a temperature is 0. scaled: one is neither 0 nor 1. processed: the rows whose logits may be. likely: by a
-    count of likely tokens, the rows that ask for as many. seen: what is kept of those that are penalized. matchers: of those that are constrained.
+    count of likely tokens, the rows that ask for as many. seen: what is kept of those that are penalized.
+    matchers: where those that are constrained are in their grammars.
     """
 
     sequences: list[Sequence]

@@ -46,9 +46,7 @@ class Grammars:
         self._read: LLTokenizer | None = None
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
-    def compiled(
-        self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]
-    ) -> Grammar:
+    def compiled(self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]) -> Grammar:
         """Return what a request asks for, compiled; its samples end where the grammar lets them.
 
         Raises:

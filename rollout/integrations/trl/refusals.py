@@ -15,6 +15,7 @@ from torch import nn
 from transformers import ProcessorMixin
 from transformers.training_args import OptimizerNames
 
+from samebit.rollout.integrations.trl.sampling import REGEX
 from samebit.weight_sync.manifest import float32_names
 
 _OPTIMIZERS = ("lomo", "adalomo", "schedule_free", "layerwise")
@@ -71,7 +72,7 @@ def _of_vllm(args: Any) -> list[str]:
     """Return the options of a vLLM that somebody has set. Its importance sampling corrects nothing here, whatever its
     options say."""
     own = [one for one in dataclasses.fields(args) if one.name.startswith("vllm_")]
-    own = [one for one in own if not one.name.startswith("vllm_importance_sampling_")]
+    own = [one for one in own if not one.name.startswith("vllm_importance_sampling_") and one.name != REGEX]
     return [one.name for one in own if vars(args)[one.name] != one.default]
 
 

@@ -21,15 +21,23 @@ import torch
 
 from samebit.rollout.requests.stopping import known_end_tokens
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 from samebit.rollout.worker import RolloutWorker
 
-_SET_HERE = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "ignore_eos")
+_SET_HERE = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "ignore_eos",
+    "structured_outputs",
+)  # fmt: skip
 _OF_NO_USE = ("logprobs", "prompt_logprobs", "return_routed_experts", "adapter", "stop", "stop_token_ids")
 """Lists the fields of `SamplingParams` for which TRL has options of its own, and those for whose effect a trainer has
 no place: `stop` would cut the text, which TRL decodes by itself."""
 
 EXTRA = tuple(one.name for one in fields(SamplingParams) if one.name not in (*_SET_HERE, *_OF_NO_USE))
 """Lists what `generation_kwargs` may hold."""
+
+
+REGEX = "vllm_structured_outputs_regex"
+"""Names the option of TRL that constrains a completion; it is the one of vLLM's that says what is sampled."""
 
 
 def sampling_params(args: Any, end_tokens: Sequence[int | None], vocab_size: int) -> SamplingParams:
@@ -52,6 +60,7 @@ def sampling_params(args: Any, end_tokens: Sequence[int | None], vocab_size: int
     unknown = [name for name in extra if name not in EXTRA]
     if unknown:
         raise ValueError(f"generation_kwargs: samebit takes {', '.join(EXTRA)}, not {', '.join(map(str, unknown))}")
+    regex = vars(args).get(REGEX)
     return SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -61,6 +70,7 @@ def sampling_params(args: Any, end_tokens: Sequence[int | None], vocab_size: int
         max_tokens=args.max_completion_length,
         ignore_eos=True,
         stop_token_ids=known_end_tokens(named, vocab_size, "the trainer's list of end tokens"),
+        structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
         **extra,
     )
 

@@ -209,6 +209,29 @@ def test_tokens_and_text(served: Served) -> None:
     assert (model.id, model.max_model_len) == (NAME, 2048)
 
 
+def test_answers_keep_to_what_they_are_constrained_to(served: Served) -> None:
+    """A chat keeps to its `response_format`, and both endpoints to vLLM's `structured_outputs`, in streams too."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    tight = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    asked = {"model": NAME, "messages": USER, "n": 2, "max_tokens": 60}
+    answer = served.client.chat.completions.create(
+        **asked, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": tight, "strict": True}}
+    )
+    assert all(json.loads(choice.message.content)["a"] in (1, 2) for choice in answer.choices)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    text = served.client.chat.completions.create(**asked, response_format={"type": "json_object"}).choices[0]
+    assert text.message.content.lstrip().startswith("{")
+    constraint = {"structured_outputs": {"choice": ["yes", "no"]}}
+    chat = served.client.chat.completions.create(**asked, extra_body=constraint, stream=True)
+    written = ["", ""]
+    for piece in chat:
+        for choice in piece.choices:
+            written[choice.index] += choice.delta.content or ""
+    assert set(written) <= {"yes", "no"}
+    completion = served.client.completions.create(model=NAME, prompt="x", extra_body=constraint).choices[0]
+    assert completion.text in ("yes", "no")
+
+
 def test_a_tool_call_is_read(served: Served) -> None:
     tokenizer = served.service.need_tokenizer()
     asked = {

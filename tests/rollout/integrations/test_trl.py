@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,7 +269,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "temperature=0.0": {"temperature": 0.0},
     "generation_kwargs": {"generation_kwargs": {"num_beams": 2}},
     "top_p": {"top_p": 1.5},
-    "vllm_structured_outputs_regex": {"vllm_structured_outputs_regex": "a+"},
+    "structured_outputs": {"generation_kwargs": {"structured_outputs": {"regex": "a+"}}},
     "vllm_gpu_memory_utilization=0.7": {"vllm_gpu_memory_utilization": 0.7},
 }
 
@@ -277,6 +278,23 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_options_are_refused_by_name(name: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=name):
         trainer(GRPOTrainer, folder, tmp_path, REFUSED[name])
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_completions_keep_to_the_expression_that_trl_names(kind: type, folder: Path, tmp_path: Path) -> None:
+    """Completions keep to `vllm_structured_outputs_regex`, and the log-probabilities are the trainer's bits."""
+    rewarded: list[str] = []
+
+    def noted(completions: list[str], **_: object) -> list[float]:
+        rewarded.extend(completions)
+        return [float(text.count("a")) for text in completions]
+
+    asked = config(kind, tmp_path, max_steps=2, vllm_structured_outputs_regex="[ab]{3}")
+    trained = kind(str(folder), noted, asked, train_dataset=Dataset.from_dict({"prompt": PROMPTS * 6}))
+    trained.train()
+    assert rewarded
+    assert all(re.fullmatch("[ab]{3}", text) for text in rewarded)
+    assert all(step[COMPARED] > 0 and step[DIFFERING] == 0 for step in steps(trained))
 
 
 def test_mixed_precision_of_a_launcher_is_refused_by_name(

@@ -67,7 +67,9 @@ def test_each_kind_is_kept_to(worker: RolloutWorker) -> None:
     """A sample is what its grammar allows, whole, and ends by itself."""
     for text in texts(worker, asked(n=4, json=SCHEMA)) + texts(worker, asked(n=2, json=json.dumps(SCHEMA))):
         read = json.loads(text)
-        assert set(read) == {"name", "age"} and len(read["name"]) <= 5 and 0 <= read["age"] <= 99
+        assert set(read) == {"name", "age"}
+        assert len(read["name"]) <= 5
+        assert 0 <= read["age"] <= 99
     assert all(re.fullmatch("[ab]{3}-[0-9]{2}", one) for one in texts(worker, asked(n=4, regex="[ab]{3}-[0-9]{2}")))
     assert set(texts(worker, asked(n=8, choice=["yes", "no"]))) == {"yes", "no"}
     assert all(re.fullmatch("<[0-9],[0-9],[0-9]>", one) for one in texts(worker, asked(n=3, grammar=LARK)))
@@ -81,7 +83,8 @@ def test_any_object_is_json(worker: RolloutWorker) -> None:
     )
     [output] = worker.generate([[4, 5]], params)
     ended = [sample.text for sample in output.samples if sample.finish_reason == "stop"]
-    assert ended and all(isinstance(json.loads(text), dict) for text in ended)
+    assert ended
+    assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -104,7 +107,13 @@ def tokens_of(output: RequestOutput) -> list[list[int]]:
     return [sample.token_ids for sample in output.samples]
 
 
-KINDS: list[dict[str, Any]] = [{"json": SCHEMA}, {"regex": "[ab]{9}c*"}, {"choice": ["yes", "no"]}, {"grammar": LARK}, {}]
+KINDS: list[dict[str, Any]] = [
+    {"json": SCHEMA},
+    {"regex": "[ab]{9}c*"},
+    {"choice": ["yes", "no"]},
+    {"grammar": LARK},
+    {},
+]
 
 
 @given(data=st.data())

@@ -51,6 +51,16 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+class StructuredOutputs(Strict):
+    """Constrains a sample, as vLLM names it; `StructuredOutputsParams` says what each does, and takes one."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Sampling(Strict):
     """Holds what both endpoints take about sampling; `SamplingParams` says what each does."""
 
@@ -68,6 +78,7 @@ class Sampling(Strict):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, Logit], Field(max_length=1024), BeforeValidator(_of_few_fields)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class Common(Sampling):
@@ -175,14 +186,29 @@ Messages = Annotated[list[Message], Field(fail_fast=True)]
 Tools = Annotated[list[Tool], Field(fail_fast=True)]
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
+class NamedSchema(Strict):
+    """Holds a JSON schema under OpenAI's names; a sample keeps to it, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
 
 
-_CONSTRAINED = {
-    **dict.fromkeys(("json_object", "json_schema", "grammar", "regex", "structural_tag"), "'text'"),
-    **dict.fromkeys(("required", "any", "function", "custom", "allowed_tools"), "'none' and 'auto'"),
-}
+class ResponseFormat(Strict):
+    """Says what the text of an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _with_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema goes with the type 'json_schema', and only with it")
+        return self
+
+
+_CONSTRAINED = ("required", "any", "function", "custom", "allowed_tools")
 
 
 class ChatRequest(Common):
@@ -196,22 +222,23 @@ class ChatRequest(Common):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     store: Literal[False] | None = None
 
-    @field_validator("response_format", "tool_choice", mode="before")
+    @field_validator("tool_choice", mode="before")
     @classmethod
     def _unconstrained(cls, value: object) -> object:
-        """Refuse what only constrained decoding could promise."""
+        """Refuse what no sample is constrained to."""
         kind = value.get("type") if isinstance(value, dict) else value
         if isinstance(kind, str) and kind in _CONSTRAINED:
             raise PydanticCustomError(
                 "constrained",
-                "{kind} needs constrained decoding, which is not there; {allowed} can be honoured",
-                {"kind": repr(kind), "allowed": _CONSTRAINED[kind]},
+                "{kind} needs constrained decoding of tool calls, which is not there; "
+                "'none' and 'auto' can be honoured",
+                {"kind": repr(kind)},
             )
         return value
 

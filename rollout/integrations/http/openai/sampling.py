@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from samebit.rollout.integrations.http.errors import ApiError
-from samebit.rollout.integrations.http.openai.requests import ChatRequest, CompletionRequest, Sampling
+from samebit.rollout.integrations.http.openai.requests import ChatRequest, CompletionRequest, ResponseFormat, Sampling
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
@@ -50,7 +51,27 @@ def of_chat(asked: ChatRequest, settings: ServeSettings, adapter: str | None) ->
         logprobs=asked.top_logprobs or None,
         cache_salt=asked.cache_salt,
         adapter=adapter,
+        **_of_format(asked),
     )
+
+
+def _of_format(asked: ChatRequest) -> dict[str, StructuredOutputsParams]:
+    """Return what a chat's `response_format` constrains it to, if it does."""
+    wanted = asked.response_format
+    if wanted is None or wanted.type == "text":
+        return {}
+    if asked.structured_outputs is not None:
+        raise ApiError(
+            400, f"response_format of type {wanted.type!r} and structured_outputs both constrain the answer; give one",
+            param="response_format",
+        )  # fmt: skip
+    return {"structured_outputs": _constraint_of(wanted)}
+
+
+def _constraint_of(wanted: ResponseFormat) -> StructuredOutputsParams:
+    if wanted.json_schema is None:
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
 def params_of(asked: Sampling, settings: ServeSettings, **more: Any) -> SamplingParams:
@@ -63,6 +84,8 @@ def params_of(asked: Sampling, settings: ServeSettings, **more: Any) -> Sampling
     if asked.logit_bias:
         given["logit_bias"] = {_token_id(token): bias for token, bias in asked.logit_bias.items()}
     try:
+        if asked.structured_outputs is not None:
+            given["structured_outputs"] = StructuredOutputsParams(**asked.structured_outputs.model_dump(by_alias=True))
         return SamplingParams(**given, **more)
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).split()[0]) from error
