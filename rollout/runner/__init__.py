@@ -4,5 +4,5 @@
 `logits`) and `sampler`, for which `seen_tokens` keeps what penalties count; `likely_tokens` finds the likeliest. The
 `cuda_*` files are what a GPU does differently: `cuda_forward` calls with `cuda_step_arrays`, `cuda_graphs` records by
 `cuda_recorder`, `cuda_pool_size` measures. Imports `engine` (its plan), `memory`, `requests`, `cache` (where
-checkpoints are), `config`, `sampling_params` and `samebit.kernels`; nothing above them.
+checkpoints are), `config`, `sampling_params`, `structured_outputs` and `samebit.kernels`; nothing above them.
 """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
-from samebit.rollout.structured_outputs.params import StructuredOutputsParams
+from samebit.rollout.structured_outputs.params import Kind, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -44,7 +44,7 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._read: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()
 
     def compiled(self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]) -> Grammar:
         """Return what a request asks for, compiled; its samples end where the grammar lets them.
@@ -114,7 +114,7 @@ def _compiled(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> LLMatch
     return start
 
 
-def _source(kind: str, text: str) -> str:
+def _source(kind: Kind, text: str) -> str:
     """Return a grammar in the library's own format."""
     from llguidance import LLMatcher, grammar_from
 
@@ -125,5 +125,5 @@ def _source(kind: str, text: str) -> str:
     return grammar_from(kind, text)
 
 
-def _refused(kind: str, text: str, why: str) -> RequestError:
+def _refused(kind: Kind, text: str, why: str) -> RequestError:
     return RequestError(f"structured_outputs.{kind} can not be compiled: {why}; given: {shown(text)}")

@@ -57,10 +57,10 @@ def rule_out_all_but(logits: torch.Tensor, rows: list[int], matchers: list[Match
     """Make impossible, in place, what the matchers of these rows do not allow; ``logits``: ``[R, V]``."""
     vocab = logits.shape[1]
     bits = _allowed(matchers, ceil_div(vocab, _WORD))
-    there = sent({"bits": bits.view(np.uint8), "rows": np.array(rows, np.int64)}, logits.device)
-    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = (there["bits"][:, :, None] >> places & 1).flatten(1)[:, :vocab].bool()
-    logits.index_copy_(0, there["rows"], logits[there["rows"]].masked_fill_(~allowed, float("-inf")))
+    forbidden = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab, bitorder="little").view(np.bool_)
+    there = sent({"forbidden": forbidden}, logits.device)["forbidden"]
+    for row, mask in zip(rows, there, strict=True):  # in place: a gather would copy the rows twice
+        logits[row].masked_fill_(mask, float("-inf"))
 
 
 def _allowed(matchers: list[Matcher], words: int) -> Bits:

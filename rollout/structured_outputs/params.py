@@ -11,9 +11,11 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from samebit.rollout.checks import as_bool, shown
+
+Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs.{name} must be a non-empty string, got {shown(value)}")
 
     @property
-    def kind_and_text(self) -> tuple[str, str]:
+    def kind_and_text(self) -> tuple[Kind, str]:
         """Return which kind is given, and its text: equal ones allow equal samples."""
         if self.json is not None:
             return "json", self.json if isinstance(self.json, str) else json_text.dumps(self.json)

@@ -1,4 +1,6 @@
-"""The programs of README.md and docs/your-own-model.md run as they are there, and find equal bits."""
+"""The programs of README.md, docs/your-own-model.md and docs/structured-outputs.md run as they are there, and find
+equal bits.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +60,14 @@ def test_the_programs_over_your_own_model(tmp_path: Path) -> None:
     loop, batches = programs("docs/your-own-model.md")
     assert batches.count("token_logprobs(") == 2
     run(OWN.format(str(folder)) + loop + batches)
+
+
+def test_the_program_of_structured_outputs(tmp_path: Path) -> None:
+    """The program of structured outputs writes what its schema allows, and finds equal bits."""
+    page = (ROOT / "docs/structured-outputs.md").read_text()
+    [source] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    source, found = re.subn(
+        r"^NAME = .*$", f"NAME = {str(build_folder(tmp_path / 'model'))!r}", source, flags=re.MULTILINE
+    )
+    assert found == 1
+    assert {int(line) for line in run(source).split()} <= {2, 3, 5, 7}

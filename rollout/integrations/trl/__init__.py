@@ -8,8 +8,8 @@ The way through: `versions` and `refusals` say what may run at all; `sampling` r
 tells the worker of new weights. For `async_grpo` alone: `async_rollouts`, `served_weights` and `on_cpu`.
 
 Imports the `worker` and what a user of it may, `requests` for its end tokens, `control` for its report of updates,
-`integrations.gloo_weights`, `samebit.weight_sync` for what a class keeps in float32, and of `samebit.kernels` what a
-trainer may.
+`structured_outputs`, `integrations.gloo_weights`, `samebit.weight_sync` for what a class keeps in float32, and of
+`samebit.kernels` what a trainer may.
 """
 
 from samebit.rollout.integrations.trl import versions  # noqa: F401  (before what needs TRL)

@@ -90,7 +90,11 @@ class _SamebitRollouts(_Trainer):
         self.agreement = Agreement()
         self._params: SamplingParams = sampling_params(self.args, self.eos_token_ids, binding_of(self.model).vocab_size)
         config = RolloutConfig(seed=self.args.seed) if rollout_config is None else rollout_config
-        self.worker = RolloutWorker(self.model, config=_whole_batch(config, rollout_config, self.args))
+        self.worker = RolloutWorker(
+            self.model,
+            config=_whole_batch(config, rollout_config, self.args),
+            tokenizer=None if self._params.structured_outputs is None else self.processing_class,  # else TRL decodes
+        )
         self._computed: list[torch.Tensor] = []
         self._sampled: list[list[float]] = []
         self.add_callback(TellOfSteps(self.worker))

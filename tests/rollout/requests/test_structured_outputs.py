@@ -147,7 +147,7 @@ def test_a_sample_goes_on_over_an_update_of_the_weights(worker: RolloutWorker) -
 
 
 def test_end_tokens_that_the_request_names_end_it(worker: RolloutWorker) -> None:
-    """Where the model's end tokens are ignored, those that the request names end the sample, as TRL asks."""
+    """A request that ignores the model's end tokens ends by those that it names, as TRL asks."""
     constraint = StructuredOutputsParams(regex="ab")
     other = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
     params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[other], structured_outputs=constraint)

@@ -2,5 +2,5 @@
 
 What may be asked is in `requests`, `prompts` and `sampling`; what is answered in `answers`, `logprobs` and
 `sample_text`; what a conversation needs in `tools` and `sessions`. Imports the modules of `http`, and of
-`samebit.rollout` the `requests`, outputs and parameters.
+`samebit.rollout` the `requests`, `structured_outputs`, outputs and parameters.
 """
