@@ -137,6 +137,17 @@ def alone(worker: RolloutWorker) -> dict[int, list[list[int]]]:
     return {kind: tokens_of(worker.generate([[1, 2, 3]], batched(kind))[0]) for kind in range(len(KINDS))}
 
 
+def test_a_worker_that_runs_ahead_waits_for_what_is_constrained(alone: dict[int, list[list[int]]]) -> None:
+    """A worker that runs ahead draws no token of a grammar before it has read the one before."""
+    config = RolloutConfig(num_blocks=64, block_size=16, async_scheduling=True)
+    with RolloutWorker(policy(), tokenizer=TOKENIZER, config=config) as ahead:
+        outputs = ahead.generate([[1, 2, 3]] * len(KINDS), [batched(kind) for kind in range(len(KINDS))])
+        assert [tokens_of(one) for one in outputs] == list(alone.values())
+        [free] = ahead.generate([[1, 2, 3]], batched(len(KINDS) - 1))
+        assert ahead.stats()["steps_ahead"] > 0
+    assert tokens_of(free) == alone[len(KINDS) - 1]
+
+
 def test_a_sample_goes_on_over_an_update_of_the_weights(worker: RolloutWorker) -> None:
     """A constrained sample goes on over an update of the weights, and is still what its grammar allows."""
     handle = worker.submit([1, 2, 3], asked(regex="[ab]{150}"))
