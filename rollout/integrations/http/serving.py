@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -60,6 +61,7 @@ request on a connection that is being closed, and a POST is not sent again."""
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal; the exit code."""
     _set_up_logging()
+    signal.signal(signal.SIGTERM, _ended)
     try:
         setup = read_setup(argv)
         sockets = open_sockets(setup.settings)
@@ -108,7 +110,14 @@ def _noting_signals() -> Iterator[None]:
         yield
     finally:
         for one in ENDING:
-            signal.signal(one, signal.SIG_DFL)
+            signal.signal(one, _ended)
+
+
+def _ended(number: int, _: FrameType | None) -> None:
+    """End the process at once, also as the first of a container, which the signal's default action does not end."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    os._exit(128 + number)
 
 
 def _noted(number: int, _: FrameType | None) -> None:

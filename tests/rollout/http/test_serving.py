@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from samebit.rollout.integrations.http.serving import settle
 
+from ...patience import HANG
 from .served import Served, serving
 
 
@@ -32,3 +38,23 @@ def test_a_folder_called_as_a_tokenizers_file_is_no_tokenizer(served: Served, tm
         assert answer.status_code == 200
         refused = other.post("/v1/completions", {"prompt": "a"})
         assert (refused.status_code, "has no tokenizer" in refused.text) == (400, True)
+
+
+FIRST_PROCESS = """
+import os, signal, sys
+from samebit.rollout.integrations.http import serving
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit("the signal was lost")
+serving.read_setup = killed
+serving.main([])
+"""
+
+
+def test_a_sigterm_ends_a_first_process_of_a_container_that_loads() -> None:
+    """The kernel drops a signal that the first process of a container has no handler for."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if subprocess.run([*apart, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs to make a namespace of processes")
+    done = subprocess.run([*apart, sys.executable, "-c", FIRST_PROCESS], check=False, timeout=HANG)
+    assert done.returncode == 128 + signal.SIGTERM
