@@ -256,7 +256,7 @@ class Plan:
         family, kind = self.family, type(module).__name__
         if self.experts is not None and self.experts.is_block(module):
             return self.experts.block(name, module)
-        if kind in family.class_names("MLP"):
+        if kind in (*family.class_names("MLP"), family.mlp.class_name):
             return Attachment(bound.mlp_forward, self._mlp(name, module))
         if kind == family.class_name("RMSNorm"):
             facts = bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)

@@ -15,7 +15,7 @@ from torch import nn
 from samebit.kernels.binding.families.family import Family
 
 _OF_IMAGES = (
-    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes", "second_per_grid_ts"),
     *("mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds"),
     *("image_position_ids", "video_position_ids", "num_frames_per_video", "input_features", "input_features_mask"),
 )

@@ -15,6 +15,8 @@ _READ_HERE = {
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "mistral3": ("mistral", "ministral3"),
+    "qwen2_vl": ("qwen2_vl_text",),
+    "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen3_vl": ("qwen3_vl_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
 }
@@ -22,6 +24,8 @@ _READ_HERE = {
 have."""
 
 _PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
     "qwen3_vl_text": ("qwen3", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
 }

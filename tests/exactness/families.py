@@ -460,12 +460,14 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma4Unified": ("Gemma4Unified", _GEMMA4_12BS),
     "Mistral": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
     "Ministral3": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
+    "Qwen2": ("Qwen2_5_VL", {"vision_config": {**_QWENS_IMAGES, "fullatt_block_indexes": [0]}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
     "Qwen3Moe": ("Qwen3VLMoe", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
 }
 """Holds, by family, what Hugging Face calls the model with vision around it, and what that one's config has."""
 
 IMAGES_TURN: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VL": {"mrope_section": [9, 8, 8]},
     "Qwen3VL": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
     "Qwen3VLMoe": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
 }
@@ -501,7 +503,8 @@ def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrained
     kind, own = WHOLES[name]
     text = make_config(name, **changes).to_dict()
     if kind in IMAGES_TURN:
-        text = {key: value for key, value in text.items() if key not in _OF_ALL_LAYERS}
+        unread = () if kind == "Qwen2_5_VL" else _OF_ALL_LAYERS  # the others' layers have no windows
+        text = {key: value for key, value in text.items() if key not in ("model_type", *unread)}
         text["rope_parameters"] = {**text["rope_parameters"], **IMAGES_TURN[kind]}
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, **own, tie_word_embeddings=tied, attn_implementation="eager"

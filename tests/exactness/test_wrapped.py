@@ -21,6 +21,8 @@ from transformers import (
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     Qwen3VLTextConfig,
 )
@@ -47,7 +49,7 @@ CHUNK = RolloutConfig(block_size=64)
 VISION = re.compile(r"\.(visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\.")
 GEMMA4, GEMMA4_EXPERTS = "Gemma4, inputs of layers, shared keys", "Gemma4, experts"
 GEMMAS = ("Gemma3", GEMMA4, GEMMA4_EXPERTS, "Gemma4Unified")
-FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen3", "Qwen3Moe")
+FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe")
 """Lists families whose folders with vision load as their text models."""
 
 
@@ -210,6 +212,11 @@ def published(folder: Path, *, tied: bool) -> None:
         add(folder, "mtp.layers.0.mlp.up_proj.weight", "model.language_model.layers.3.input_layernorm.weight")
     if config["model_type"] == "gemma4" and config["text_config"]["num_kv_shared_layers"]:
         add(folder, *(f"model.language_model.layers.3.self_attn.{name}.weight" for name in ("k_proj", "v_proj")))
+    if config["model_type"] == "qwen2_5_vl":  # whose published configs are flat
+        text = config.pop("text_config")
+        rope = text.pop("rope_parameters")
+        turned = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        config = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": turned}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -277,6 +284,22 @@ def test_names_in_a_folder(name: str, tied: bool, names: str, tmp_path: Path) ->
     with RolloutWorker(halved(trainer), config=CHUNK) as worker:
         worker.receive_weights(tmp_path, verify=True)
         check(worker, bind(model))
+
+
+def test_qwen2_vl_is_bound_and_loads_as_qwen2(tmp_path: Path) -> None:
+    """Qwen2-VL's text model is Qwen2.5-VL's under another name."""
+    text = {**make_config("Qwen2").to_dict(), "model_type": "qwen2_vl_text"}
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [9, 8, 8]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 200, "num_heads": 2, "patch_size": 4}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
+    model.save_pretrained(tmp_path)
+    trainer = bind(model)
+    assert_same_bits(alone(trainer, SEQUENCES), alone(as_text(model, "Qwen2"), SEQUENCES))
+    with RolloutWorker(tmp_path, config=CHUNK) as worker:
+        assert type(worker.module).__name__ == "Qwen2ForCausalLM"
+        check(worker, trainer)
+        assert worker.receive_weights(trainer, verify=True).changed_tensors == 0
 
 
 def test_a_cap_that_a_model_with_vision_does_not_read_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,13 @@ _GEMMA_NORM = NormFamily(1.0, "eps")
 _HUNYUANS = AttentionNames(norms=("query_layernorm", "key_layernorm"))
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 _MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
+_QWEN2 = Family(
+    "Qwen2",
+    unchanged,
+    mlp=MLPFamily(class_name="Qwen2MLP"),
+    layers=PRE_NORM,
+    wrapped=VisionFamily("Qwen2_5_VL", text="Qwen2_5_VL"),
+)
 _GEMMA4 = Family(
     "Gemma4",
     soft_capped,
@@ -32,7 +39,8 @@ _GEMMA4 = Family(
 
 DENSE = (
     Family("Llama", unchanged, layers=PRE_NORM),
-    Family("Qwen2", unchanged, layers=PRE_NORM),
+    _QWEN2,
+    replace(_QWEN2, wrapped=VisionFamily("Qwen2VL", text="Qwen2VL")),
     Family(
         "Qwen3",
         unchanged,

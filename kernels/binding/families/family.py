@@ -130,11 +130,13 @@ class MLPFamily:
         form: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
         activation: the config's name for it; empty where it always is silu.
         names: of gate, up and down, where these are three.
+        class_name: of its module, where that is not the family's for MLP inside of every model.
     """
 
     form: Literal["separate", "fused", "input_linear", "plain"] = "separate"
     activation: str = "hidden_act"
     names: tuple[str, str, str] = PROJECTIONS
+    class_name: str = ""
 
     def activation_of(self, config: dict[str, Any]) -> str:
         """Return the activation that a config says."""

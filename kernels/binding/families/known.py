@@ -15,7 +15,8 @@ _LISTED = (*DENSE, *MIXTURES, *LATENTS, *MAMBAS, *DELTAS, *SHORT_CONVS)
 FAMILIES = {family.model_class: family for family in _LISTED}
 """Finds a family by the class name of its causal language model."""
 
-_WITH_VISION = tuple(family for family in FAMILIES.values() if family.wrapped is not None)
+_WITH_VISION = tuple(family for family in _LISTED if family.wrapped is not None)
+"""Lists families once for each kind of model with vision that they are in."""
 
 KNOWN_CLASSES = (*FAMILIES, *dict.fromkeys(family.whole_class for family in _WITH_VISION))
 """Lists the class names of all models that are bound, also of those with vision."""
