@@ -2,7 +2,7 @@
 
 Floors, from the top, each importing from itself and those below: `cli` > `audit`, `fleet`, `integrations` >
 `async_worker` > `worker` > `worker_interface`, `build` > `control` > `models`, `adapters`, `self_test` > `runner`,
-`stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` >
+`stats` > `engine`, `memory` > `cache`, `drafts` > `requests`, `outputs` > `config`, `sampling_params` >
 `structured_outputs` > `errors`, `checks`, `guard`, `keys`, `publishing`. Any of them may import `samebit.kernels` and
 `samebit.weight_sync`, which know nothing of this package.
 

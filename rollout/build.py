@@ -28,6 +28,7 @@ from samebit.rollout.checks import shown
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
+from samebit.rollout.drafts.drafter import Drafter, DraftOptions
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
 from samebit.rollout.models.loading import LoadedModel, load_model, naming
@@ -98,6 +99,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
         _cache(runner, config, loaded.max_model_len),
         config.max_num_batched_tokens,
         run_ahead=config.runs_ahead,
+        drafter=_drafter(runner, config),
         watch=WeightWatch(loaded.module if loaded.shared else None),
     )
     runner.warm_up(engine.cache.tables.rows)
@@ -119,6 +121,25 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
         dtype=runner.shape.dtype,
         adapters=_adapters(loaded.module, base.adapter),
         threads=ComputeThreads(config.num_threads, runner.shape.device),
+    )
+
+
+def _drafter(runner: ModelRunner, config: RolloutConfig) -> Drafter | None:
+    """Return what guesses tokens ahead, None where nobody has asked for it."""
+    if not config.num_speculative_tokens:
+        return None
+    if runner.shape.states is not None:
+        raise ValueError(
+            f"num_speculative_tokens={config.num_speculative_tokens}, but the model has recurrent layers, whose state "
+            "can not be taken back behind a wrong guess; allowed for it: 0"
+        )
+    return Drafter(
+        DraftOptions(
+            num_tokens=config.num_speculative_tokens,
+            gram=config.prompt_lookup_min,
+            step_tokens=config.decided_step_tokens,
+            history_tokens=config.speculative_history_tokens,
+        )
     )
 
 

@@ -34,10 +34,14 @@ SMALLEST_BLOCK = {"cpu": 1, "cuda": KV_CHUNK}
 """Holds the fewest tokens of a block by device: on a GPU a tile of keys is loaded in one piece."""
 
 DEFAULT_GPU_SHARE = 0.85
+DEFAULT_STEP_TOKENS = {"cpu": 16, "cuda": 64}
+"""Holds by device up to how many tokens a step is filled with guesses: there it takes hardly longer than with one."""
+
 
 _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
-    **dict.fromkeys(("num_threads", "seed"), as_int),
+    **dict.fromkeys(("num_threads", "seed", "num_speculative_tokens", "prompt_lookup_min"), as_int),
+    **dict.fromkeys(("speculative_step_tokens", "speculative_history_tokens"), as_int),
     **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
     **dict.fromkeys(
         ("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "self_test", "exact"), as_bool
@@ -71,6 +75,12 @@ class RolloutConfig:
         no time to gain. No result depends on it.
     enforce_eager: on CUDA, launch a step's kernels one by one instead of replaying CUDA graphs. No result depends on
         it. (On the CPU they always are.)
+    num_speculative_tokens: guess up to so many tokens ahead of each sequence, after n-grams of prompts and outputs, and
+        compute them in one step; 0 for none. No result depends on it.
+    prompt_lookup_min: tokens that must have stood there before, for a guess of what follows them.
+    speculative_step_tokens: only steps of fewer tokens are filled up with guesses, to so many; None for 16, on CUDA 64.
+    speculative_history_tokens: so many tokens of outputs are kept, to guess from when their prompts come again. (How
+        tokens are guessed: docs/speculation.md.)
     num_threads: CPU threads of the generation thread; None for those of the thread that builds the worker.
     seed: base of the random numbers of requests that bring no seed.
     while_asleep: what a request does that comes while the worker sleeps, or after its weights were discarded and before
@@ -101,6 +111,10 @@ class RolloutConfig:
     device: str = "cpu"
     async_scheduling: bool | None = None
     enforce_eager: bool = False
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 3
+    speculative_step_tokens: int | None = None
+    speculative_history_tokens: int = 1 << 20
     num_threads: int | None = None
     seed: int = 0
     while_asleep: str = "raise"
@@ -116,6 +130,7 @@ class RolloutConfig:
         self._check_block_size()
         self._check_pool_size()
         self._check_step_size()
+        self._check_drafts()
         self._check_state_cache()
         self._check_digest_key()
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -163,7 +178,14 @@ class RolloutConfig:
     @property
     def runs_ahead(self) -> bool:
         """Return whether a step is launched before the tokens of the one before it are read."""
-        return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+        default = self.device == "cuda" and not self.num_speculative_tokens
+        return default if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def decided_step_tokens(self) -> int:
+        """Return up to how many tokens a step is filled with guesses."""
+        given = self.speculative_step_tokens
+        return DEFAULT_STEP_TOKENS[self.device] if given is None else given
 
     @property
     def tests_itself(self) -> bool:
@@ -201,6 +223,20 @@ class RolloutConfig:
             check_positive_int("max_model_len", self.max_model_len)
             if self.max_model_len < 2:
                 raise ValueError("max_model_len must be at least 2 (one prompt token, one new), got 1")
+
+    def _check_drafts(self) -> None:
+        for name in ("num_speculative_tokens", "speculative_history_tokens"):
+            given = vars(self)[name]
+            if as_int(given) is None or given < 0:
+                raise ValueError(f"{name} must be an int of at least 0, got {shown(given)}")
+        check_positive_int("prompt_lookup_min", self.prompt_lookup_min)
+        if self.speculative_step_tokens is not None:
+            check_positive_int("speculative_step_tokens", self.speculative_step_tokens)
+        if self.num_speculative_tokens and self.async_scheduling:
+            raise ValueError(
+                f"async_scheduling=True launches a step before the tokens are known that "
+                f"num_speculative_tokens={self.num_speculative_tokens} guesses from; allowed with it: False or None"
+            )
 
     def _check_simple_fields(self) -> None:
         """Check the fields whose values depend on no other field, and what self_test may be."""

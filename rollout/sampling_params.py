@@ -132,7 +132,12 @@ class SamplingParams:
     @cached_property
     def can_run_ahead(self) -> bool:
         """Return whether the next token but one can be drawn before anybody has read the next one."""
-        return not self.penalizes and self.logprobs is None and self.structured_outputs is None
+        return not self.depends_on_tokens and self.logprobs is None
+
+    @cached_property
+    def depends_on_tokens(self) -> bool:
+        """Return whether a token's choice depends on those before it by more than its logits."""
+        return self.penalizes or self.structured_outputs is not None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

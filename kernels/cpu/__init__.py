@@ -4,10 +4,10 @@ implemented.
 It imports `layout`, `openmp` and `team` of `samebit.kernels`. A file or folder has the name of its operation:
 `activation`, `conv`, `rope`, `logprobs`, `sampling` (with the numbers of `philox`), `linear` (with `weight_gradient`
 and `transpose`), `low_rank` (with `low_rank_vectors`); `norm`, `attention`, `latent`, `ssd`, `delta`, `experts` and
-`layers` are folders. `base` is what all are made of, `gemm` the matrix products. A kernel (`base.jit`) shares out its
-items among threads (`base.share_out`); what an item calls are parts (`base.part`), compiled within the kernel. A kernel
-that computes a whole layer calls others (`base.callee`). The way through: `base.part`, `base.jit`, then `norm.forward`,
-the shortest whole operation, then `linear`.
+`layers` are folders; `ngrams` looks for tokens in others. `base` is what all are made of, `gemm` the matrix products. A
+kernel (`base.jit`) shares out its items among threads (`base.share_out`); what an item calls are parts (`base.part`),
+compiled within the kernel. A kernel that computes a whole layer calls others (`base.callee`). The way through:
+`base.part`, `base.jit`, then `norm.forward`, the shortest whole operation, then `linear`.
 
 Words, here and in the folders:
 

@@ -28,6 +28,7 @@ from samebit.kernels.cpu.linear import (
 )
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.low_rank import add_low_rank
+from samebit.kernels.cpu.ngrams.chains import find_match
 from samebit.kernels.cpu.norm.backward import gated_rms_norm_backward, layer_norm_backward, rms_norm_backward
 from samebit.kernels.cpu.norm.forward import (
     add_rms_norm,
@@ -60,6 +61,7 @@ __all__ = [
     "entropy_gradient",
     "experts_backward",
     "experts_forward",
+    "find_match",
     "gated_backward",
     "gated_forward",
     "gated_rms_norm_backward",

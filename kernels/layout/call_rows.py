@@ -32,8 +32,9 @@ class Numbers(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """Holds how a step's sequences are laid out: ``positions`` and ``numbers`` as in `CallRows`, of those that sample
-    the last row and the position of the next token, ``[K]`` int64 each, and other properties by their names."""
+    """Holds how a step's sequences are laid out: ``positions`` and ``numbers`` as in `CallRows`, of the rows
+    that are drawn from their number and the position of the next token, ``[K]`` int64 each, and other properties by
+    their names."""
 
     positions: npt.NDArray[np.int64]
     numbers: Ints

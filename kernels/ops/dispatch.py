@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from samebit.kernels.cpu import operations as cpu
@@ -309,12 +311,31 @@ def operations_for(tensor: Tensor) -> Operations:
 
 def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> StepRows:
     """Lay out a step's rows, on the host, of each sequence's ``asked`` ``[S, 5]``: how many it computes, from which
-    position on, its row of ``block_tables``, the position from which on it writes, and whether it samples.
+    position on, its row of ``block_tables``, the position from which on it writes, and of how many of its last
+    rows a token is drawn.
 
     Raises:
         ValueError: they are not the rows of the step, or lead out of the tables.
     """
     return cpu.lay_out(asked, block_tables, block_size, num_rows)
+
+
+def find_match(
+    tokens: npt.NDArray[np.int64], context: npt.NDArray[np.int64], gram: int, known: int, table: Ints, links: Ints
+) -> tuple[int, int]:
+    """Find the longest match of the end of ``context`` among ``tokens``, on the host.
+
+    Args:
+        tokens: ``[N]``, the first ``known`` of which were linked by earlier calls.
+        context: a match is of at least ``gram`` of its tokens, and of all at most.
+        table, links: what calls have linked, int32, zeros before the first; the table's size is a power of two, and the
+            links have room for N places.
+
+    Returns:
+        The length of the match, and the place of the token behind it: the last such place, of those that were looked
+        at; (0, 0) where there is none.
+    """
+    return cpu.find_match(tokens, context, gram, known, table, links)
 
 
 def whole_calls(tensor: Tensor) -> WholeCalls | None:

@@ -10,6 +10,8 @@ Invariants
 * With `run_ahead`, a step may be launched before the tokens of the one before it are read, and is then in flight
   between two calls of `step()`. A caller that changes weights or memory commits it first: `settle()`. What it
   computed of a sequence that had ended is dropped.
+* A token that was guessed (`drafts`) is kept only where it is the one that is drawn there. As a row's bits depend on no
+  other row, and a draw on its position alone, tokens and log-probabilities are those without guesses.
 * Which experts compute a token is noted from the first request on that asks for it. Blocks that were computed before
   have no notes: the index is cleared then, once.
 * Weights that were written without `weights_changed` (`WeightWatch`) are noticed before a step is launched, and again
@@ -27,11 +29,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from samebit.rollout.cache import Cache
+from samebit.rollout.drafts.drafter import Drafter
 from samebit.rollout.engine.counters import EngineCounters
-from samebit.rollout.engine.failures import never_settled, not_decoded, not_finite, nothing_drawn
+from samebit.rollout.engine.drawn_rows import DrawnRows
+from samebit.rollout.engine.failures import UNTOLD, never_settled, not_decoded, not_finite, nothing_drawn
 from samebit.rollout.engine.scheduler import Scheduler
 from samebit.rollout.engine.step_plan import (
     Runner,
+    ScheduledSequence,
     StepInFlight,
     StepPlan,
     StepResult,
@@ -46,30 +51,9 @@ from samebit.weight_sync.in_place.watch import WeightWatch
 logger = logging.getLogger(__name__)
 
 
-UNTOLD = (
-    "the parameters of the shared module were changed outside of weight_update(), and this worker was not told: the "
-    "weight version went up, the prefix cache was cleared, and requests in flight are computed again. Write "
-    "`with worker.weight_update(): optimizer.step()`; not every such change can be noticed. Further ones are counted "
-    "(untold_updates of stats()), not logged"
-)
-
 MOST_DROPPED = 100
 """After so many steps in a row that weights moved in, the requests of the last one fail: what writes in every forward
 would let none of them end."""
-
-
-class _Rows:
-    """Holds a step's result as Python lists, which are read one row at a time."""
-
-    __slots__ = ("drawn", "finite", "logprobs", "raw_logprobs", "tokens", "top")
-
-    def __init__(self, result: StepResult) -> None:
-        self.tokens: list[int] = result.token_ids.tolist()
-        self.logprobs: list[float] = result.logprobs.tolist()
-        self.raw_logprobs: list[float] = result.raw_logprobs.tolist()
-        self.finite: list[bool] = result.finite.tolist()
-        self.drawn: list[bool] = (result.finite & (result.token_ids >= 0)).tolist()
-        self.top = result.top_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +85,14 @@ class Engine:
         max_num_batched_tokens: int,
         *,
         run_ahead: bool = False,
+        drafter: Drafter | None = None,
         watch: WeightWatch | None = None,
     ) -> None:
         self.runner = runner
         self.watch = WeightWatch() if watch is None else watch
         self.run_ahead = run_ahead
         self.cache = cache
-        self.scheduler = Scheduler(cache, max_num_batched_tokens, most_scored(runner.vocab_size))
+        self.scheduler = Scheduler(cache, max_num_batched_tokens, most_scored(runner.vocab_size), drafter)
         self.requests: dict[str, Request] = {}
         self.counters = EngineCounters()
         self.weight_version = 0
@@ -281,7 +266,7 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         self._keep_prompt_logprobs(result)
-        rows = _Rows(result)
+        rows = DrawnRows(result)
         version, block_size = self.weight_version, self.cache.block_size
         ended: list[Sequence] = []
         row = decodes = taken = void = 0
@@ -292,10 +277,13 @@ class Engine:
                 void += 1
                 row += 1
                 continue
-            is_first = sequence.mark_computed(item.start, item.length, version)
+            is_first = sequence.mark_computed(item.start, item.length - len(item.drafts), version)
             is_decode = item.length == 1 and item.start >= sequence.num_prompt_tokens
-            decodes += is_decode
-            if item.samples:
+            decodes += item.length if item.drafts else is_decode
+            if item.drafts:
+                taken += self._take_drafted(rows, row, item, ended)
+                row += item.samples
+            elif item.samples:
                 for sample in item.forks:
                     sample.take_prompt_of(sequence, version)
                 for sample in (sequence, *item.forks) if item.forks else (sequence,):
@@ -315,7 +303,26 @@ class Engine:
         self.counters.void_tokens += void
         return self._collect(ended)
 
-    def _take_row(self, rows: _Rows, row: int, sequence: Sequence) -> bool:
+    def _take_drafted(self, rows: DrawnRows, row: int, item: ScheduledSequence, ended: list[Sequence]) -> int:
+        """Append the token drawn behind the last known one, and on as long as each was guessed; return how many.
+
+        A row behind a wrong guess was computed for nothing: its KV is written again, by the step that gets there.
+        """
+        sequence, taken = item.sequence, 0
+        for at, guess in zip(range(row, row + item.samples), (*item.drafts, None), strict=True):
+            has_ended = self._take_row(rows, at, sequence)
+            taken += rows.drawn[at]
+            if has_ended:
+                ended.append(sequence)
+                self._keep_routes(sequence, sequence.slot, sequence.num_tokens - 1)
+            if has_ended or sequence.shared.error is not None or rows.tokens[at] != guess:
+                break
+            sequence.num_computed += 1
+        self.counters.drafts.draft_tokens += len(item.drafts)
+        self.counters.drafts.draft_tokens_accepted += max(taken - 1, 0)
+        return taken
+
+    def _take_row(self, rows: DrawnRows, row: int, sequence: Sequence) -> bool:
         """Append a row's token to its sequence; tell whether that ended it."""
         if not rows.drawn[row]:
             self._fail(sequence.shared, nothing_drawn(sequence) if rows.finite[row] else not_finite(sequence))
@@ -339,8 +346,8 @@ class Engine:
         now = request.record("first_token", sequence.sample_index)
         if not request.progress.answered:
             request.progress.answered = True
-            self.counters.first_tokens += 1
-            self.counters.first_token_seconds += now - request.events[0].time
+            self.counters.first.first_tokens += 1
+            self.counters.first.first_token_seconds += now - request.events[0].time
 
     def _collect(self, ended: list[Sequence]) -> list[Request]:
         """Retire what ended or failed in this step."""

@@ -1,9 +1,16 @@
-"""Say what a step finds wrong with one request, in words that name it: the others go on."""
+"""Say what a step finds wrong with one request, in words that name it: the others go on; and what it warns of."""
 
 from __future__ import annotations
 
 from samebit.rollout.errors import NonFiniteLogitsError, NoTokenLeftError, TokenizerError, WorkerStateError
 from samebit.rollout.requests.request import Sequence
+
+UNTOLD = (
+    "the parameters of the shared module were changed outside of weight_update(), and this worker was not told: the "
+    "weight version went up, the prefix cache was cleared, and requests in flight are computed again. Write "
+    "`with worker.weight_update(): optimizer.step()`; not every such change can be noticed. Further ones are counted "
+    "(untold_updates of stats()), not logged"
+)
 
 
 def not_finite(sequence: Sequence) -> NonFiniteLogitsError:

@@ -21,6 +21,8 @@ Invariants
 * A step that is planned ahead, before the tokens of the one before it are known, is of decodes only. It takes no
   memory from another sequence and admits none, so it is planned only while none waits that might be admitted. What it
   computes of a sequence that turns out to have ended is void.
+* Guesses are computed in what a step of few tokens has room for. They take no block that a running sequence needs next,
+  and nobody is preempted for them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from samebit.rollout.cache import Cache
+from samebit.rollout.drafts.drafter import Drafter
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.engine.waiting_queue import WaitingQueue
 from samebit.rollout.requests.request import Request, Sequence
@@ -37,8 +40,11 @@ from samebit.rollout.requests.request import Request, Sequence
 class Scheduler:
     """Decides which sequences run, and what the next step computes of each."""
 
-    def __init__(self, cache: Cache, max_num_batched_tokens: int, max_scored: int) -> None:
+    def __init__(
+        self, cache: Cache, max_num_batched_tokens: int, max_scored: int, drafter: Drafter | None = None
+    ) -> None:
         self.cache = cache
+        self.drafter = drafter
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored = max_scored
         self.running: list[Sequence] = []
@@ -82,6 +88,8 @@ class Scheduler:
         for sequence in gone:
             self.waiting.discard(sequence)
             self.cache.forget(sequence)
+            if self.drafter is not None:
+                self.drafter.forget(sequence)
             sequence.schedule.siblings = []  # they end with it
         # In this order: another thread that counts those that wait meanwhile finds too many, never fewer than none.
         self.running = [sequence for sequence in self.running if sequence not in gone]
@@ -98,6 +106,8 @@ class Scheduler:
                 budget -= self._plan_chunk(plan, sequence, budget)
         self._admit(plan, budget)
         self._may_admit = False
+        if self.drafter is not None:
+            self._add_drafts(plan, self.drafter)
         plan.copies = self.cache.take_copies()
         if self.cache.keeps_checkpoints and plan.items:
             self._plan_checkpoints(plan)
@@ -119,7 +129,7 @@ class Scheduler:
         self.cache.sweep()
         for _, item in continuing:
             item.sequence.schedule.num_ahead = 1
-            ahead.add(item.sequence, item.start + 1, 1, True)
+            ahead.add(item.sequence, item.start + 1, 1, 1)
         if self.cache.keeps_checkpoints:
             self._plan_checkpoints(ahead)
         return ahead
@@ -193,10 +203,21 @@ class Scheduler:
             if not reserve(sequence, todo) and not self._make_room(sequence):
                 break
             if todo == 1 and not sequence.schedule.siblings:
-                add(sequence, start, 1, True)
+                add(sequence, start, 1, 1)
             else:
                 prefills.append(sequence)
         return prefills
+
+    def _add_drafts(self, plan: StepPlan, drafter: Drafter) -> None:
+        """Fill a step of few tokens up with guesses behind its decodes, while blocks are plenty."""
+        room = min(drafter.options.step_tokens, self.max_num_batched_tokens)
+        for item in plan.items:
+            if plan.num_tokens >= room or self.cache.pool.num_free <= len(self.running):
+                return
+            if item.start >= item.sequence.num_prompt_tokens and item.samples == item.length == 1 and not item.forks:
+                drafts = drafter.guess(item.sequence, room - plan.num_tokens)
+                if drafts and self.cache.reserve(item.sequence, 1 + len(drafts)):
+                    plan.draft(item, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give up held prompts one by one, then preempt from the end, until `sequence` has its blocks, or is the one
@@ -260,7 +281,7 @@ class Scheduler:
             return 0
         ends = start + length == total
         forks = self._hand_over_siblings(sequence) if ends and sequence.schedule.siblings else ()
-        plan.add(sequence, start, length, ends, forks)
+        plan.add(sequence, start, length, int(ends), forks)
         return length
 
     def _take_scored(self, plan: StepPlan, sequence: Sequence, length: int, least: int) -> int:
@@ -290,7 +311,7 @@ class Scheduler:
 def _one_token(item: ScheduledSequence) -> bool:
     """Tell whether the item computes one token and samples, for itself alone, so that its next token may be launched
     before the host reads this one. (A preempted sequence may compute a single token without sampling: not that.)"""
-    return item.samples and item.length == 1 and not item.forks and item.sequence.params.can_run_ahead
+    return item.samples == item.length == 1 and not item.forks and item.sequence.params.can_run_ahead
 
 
 def _continues(sequence: Sequence) -> bool:

@@ -30,17 +30,21 @@ def most_scored(vocab_size: int) -> int:
 class ScheduledSequence:
     """Asks to compute positions `start .. start + length - 1` of a sequence.
 
-    `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled, from
-    the same logits for this sequence and for each of `forks`. captures: (position, checkpoint) of recurrent
-    states to keep; positions after `start` and up to the chunk's end.
+    samples: of how many of its last rows the next token is drawn: 1 where the chunk ends at the sequence's last known
+        token, else 0; with drafts, of every row.
+    forks: samples that draw their first token from the same logits.
+    captures: (position, checkpoint) of recurrent states to keep; positions after `start` and up to the chunk's end.
+    drafts: guesses of the tokens behind the last known one, which are computed behind it. What is drawn behind a wrong
+        one is void.
     """
 
     sequence: Sequence
     start: int
     length: int
-    samples: bool
+    samples: int
     forks: tuple[Sequence, ...] = ()
     captures: Captures = ()
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class StepPlan:
 
     copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
     moves: what happens to recurrent states before anything is computed.
+    num_drafts: the guesses among the tokens.
     num_scored: the prompt tokens among these that are scored: rows of logits beside those that are sampled from.
     sources: of a step that is launched behind another, before that one's tokens are known: each item computes one
         token, and this is the row of the other's draws that it is. None where all tokens are known.
@@ -57,13 +62,21 @@ class StepPlan:
     items: list[ScheduledSequence] = field(default_factory=list)
     sources: list[int] | None = None
     num_tokens: int = 0
+    num_drafts: int = 0
     num_scored: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     moves: CheckpointMoves = field(default_factory=CheckpointMoves)
 
-    def add(self, sequence: Sequence, start: int, length: int, samples: bool, forks: tuple[Sequence, ...] = ()) -> None:
+    def add(self, sequence: Sequence, start: int, length: int, samples: int, forks: tuple[Sequence, ...] = ()) -> None:
         self.items.append(ScheduledSequence(sequence, start, length, samples, forks))
         self.num_tokens += length
+
+    def draft(self, item: ScheduledSequence, drafts: tuple[int, ...]) -> None:
+        """Compute these guesses behind an item that is a decode."""
+        item.drafts = drafts
+        item.length = item.samples = 1 + len(drafts)
+        self.num_tokens += len(drafts)
+        self.num_drafts += len(drafts)
 
 
 @dataclass(slots=True)
@@ -83,7 +96,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """Holds what a step found, an entry for each of R sequences that sample: those of the items, each before its forks.
+    """Holds what a step found, an entry for each of R draws: those of the items, of each its rows before its forks.
 
     logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1; the same where that, or
         0, is the sampling temperature.

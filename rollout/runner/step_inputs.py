@@ -83,7 +83,7 @@ def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sam
     owners = list(map(_SEQUENCE, items))
     asked = np.fromiter(chain.from_iterable(map(_ASKED, items)), np.int32).reshape(-1, 5)
     rows = lay_out(asked, block_tables, memory.block_size, plan.num_tokens)
-    sequences, drawn_rows = _drawn(items, len(rows.last_rows))
+    sequences, drawn_rows = _drawn(plan, len(rows.last_rows))
     positions = rows.next_positions if len(drawn_rows) == len(rows.last_rows) else rows.next_positions[drawn_rows]
     pieces = _prompt_pieces(items, rows.numbers[0]) if any(map(_SCORES, owners)) else []
     head_rows = rows.last_rows
@@ -102,12 +102,13 @@ def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sam
     )
 
 
-def _drawn(items: list[ScheduledSequence], count: int) -> tuple[list[Sequence], Rows]:
-    """Return the sequences that get a token, each before its forks, and which of the `count` items that sample each is
-    of."""
-    if not any(map(_FORKS, items)):
+def _drawn(plan: StepPlan, count: int) -> tuple[list[Sequence], Rows]:
+    """Return the sequences that get a token, one for each of the `count` rows that are drawn from and behind it its
+    forks, and which of these rows each draws from."""
+    items = plan.items
+    if not plan.num_drafts and not any(map(_FORKS, items)):
         return [item.sequence for item in items if item.samples], np.arange(count)
-    families = [(item.sequence, *item.forks) for item in items if item.samples]
+    families = [(item.sequence, *item.forks) for item in items for _ in range(item.samples)]
     return [one for family in families for one in family], np.repeat(np.arange(count), list(map(len, families)))
 
 
@@ -117,7 +118,13 @@ def _token_ids(plan: StepPlan) -> Rows:
         return np.zeros(plan.num_tokens, np.int64)
     if plan.num_tokens == len(plan.items):
         return np.fromiter((item.sequence.token_ids.item(item.start) for item in plan.items), np.int64)
-    return np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in plan.items])
+    return np.concatenate(list(chain.from_iterable(map(_tokens_of, plan.items))))
+
+
+def _tokens_of(item: ScheduledSequence) -> tuple[Rows, ...]:
+    """Return the tokens of an item: those that are known, and guesses behind them."""
+    known = item.sequence.token_ids[item.start : item.start + item.length - len(item.drafts)]
+    return (known, np.array(item.drafts, np.int64)) if item.drafts else (known,)
 
 
 def _context(

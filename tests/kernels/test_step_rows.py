@@ -42,7 +42,8 @@ def _asked(seed: int, size: int, *, decode: bool) -> tuple[Ints, Ints]:
     starts = draw.integers(0, WIDTH * size - lengths + 1)
     slots = draw.permutation(32)[:count]
     write_from = draw.integers(0, starts + lengths + 1)
-    return np.stack([lengths, starts, slots, write_from, draw.integers(0, 2, count)], axis=1).astype(np.int32), tables
+    drawn = np.minimum(draw.integers(0, 4, count), lengths)
+    return np.stack([lengths, starts, slots, write_from, drawn], axis=1).astype(np.int32), tables
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -53,9 +54,13 @@ def test_a_step_is_laid_out_as_its_context_says(size: int, decode: bool) -> None
         rows = lay_out(asked, tables, size, int(asked[:, 0].sum()))
         context = _context(asked, tables, size, rows)
         ends = np.cumsum(asked[:, 0], dtype=np.int64)
-        samples = asked[:, 4] == 1
-        np.testing.assert_array_equal(rows.last_rows, ends[samples] - 1)
-        np.testing.assert_array_equal(rows.next_positions, (asked[:, 0] + asked[:, 1])[samples])
+        behind = [np.arange(count, 0, -1) for count in asked[:, 4].tolist()]
+        positions = asked[:, 0] + asked[:, 1]
+        np.testing.assert_array_equal(
+            rows.last_rows, np.concatenate([end - back for end, back in zip(ends, behind, strict=True)])
+        )
+        following = np.concatenate([end - back + 1 for end, back in zip(positions, behind, strict=True)])
+        np.testing.assert_array_equal(rows.next_positions, following)
         each = [np.arange(start, start + length) for length, start in asked[:, :2].tolist()]
         np.testing.assert_array_equal(rows.positions, np.concatenate(each))
         for name, found in rows.known.items():
@@ -72,7 +77,16 @@ def _assert_equal(found: object, wanted: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [[0, 0, 0, 0, 1], [1, -1, 0, 0, 1], [1, 0, 2, 0, 1], [1, 0, -1, 0, 1], [1, 64, 0, 0, 1], [2, 0, 0, 0, 1]]
+    "asked",
+    [
+        [0, 0, 0, 0, 1],
+        [1, -1, 0, 0, 1],
+        [1, 0, 2, 0, 1],
+        [1, 0, -1, 0, 1],
+        [1, 64, 0, 0, 1],
+        [2, 0, 0, 0, 1],
+        [1, 0, 0, 0, 2],
+    ],
 )
 def test_what_leads_out_of_the_tables_is_refused(asked: list[int]) -> None:
     tables = np.ones((2, 4), np.int32)

@@ -26,6 +26,7 @@ from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPo
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
+from samebit.rollout.drafts.drafter import Drafter
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
 from samebit.rollout.requests.request import Request, Sequence
@@ -156,7 +157,7 @@ class FakeRunner:
         for row, item in enumerate(plan.items):
             sequence = item.sequence
             end = item.start + item.length
-            known = sequence.token_ids[:end].tolist()
+            known = [*sequence.token_ids[: end - len(item.drafts)].tolist(), *item.drafts]
             if drawn is not None:
                 known[item.start :] = [int(drawn[row])]
             table = block_tables[sequence.slot]
@@ -167,16 +168,19 @@ class FakeRunner:
             assert set(self._read(table, end, 1)) == {oldest}, "KV that was computed under other weights"
             if self.states is not None:
                 self._advance(item, known, oldest)
-            assert item.samples == (end == sequence.num_tokens + (drawn is not None))
+            ends = end == sequence.num_tokens + len(item.drafts) + (drawn is not None)
+            assert item.samples == (1 + len(item.drafts) if ends else 0)
+            assert item.samples == item.length or not item.drafts
             if sequence.prompt_logprobs_wanted:
                 last = min(end, sequence.num_prompt_tokens - 1)
                 values = -np.array(known + sequence.token_ids[end : end + 1].tolist(), np.float32)
                 scores.append(PromptLogprobs(sequence, item.start + 1, values[item.start + 1 : last + 1]))
             assert not item.forks or item.samples
-            for sample in (sequence, *item.forks) if item.samples else ():
-                assert sample.token_ids[: sample.num_tokens].tolist() == known[: sample.num_tokens]
-                tokens.append(fake_token(known, sample.sample_index, self.salt))
-                finite.append(sequence.shared.request_id not in self.nan_ids)
+            for last in range(end - item.samples + 1, end + 1):
+                for sample in (sequence, *item.forks):
+                    assert sample.token_ids[: sample.num_tokens].tolist() == known[: sample.num_tokens]
+                    tokens.append(fake_token(known[:last], sample.sample_index, self.salt))
+                    finite.append(sequence.shared.request_id not in self.nan_ids)
         assert plan.num_scored == sum(len(score.logprobs) for score in scores) <= self.most_scored() + len(plan.items)
         ids = np.array(tokens, np.int64)
         return StepResult(
@@ -237,6 +241,7 @@ def build_engine(
     num_checkpoints: int = 0,
     num_held: int = 0,
     run_ahead: bool = False,
+    drafter: Drafter | None = None,
     watch: WeightWatch | None = None,
 ) -> Engine:
     """Build an engine over a fake runner. `recurrent`: the model has states too."""
@@ -252,7 +257,9 @@ def build_engine(
         eviction_policy=eviction_policy,
         checkpoints=states,
     )
-    engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens, run_ahead=run_ahead, watch=watch)
+    engine = Engine(
+        FakeRunner(block_size, states), cache, max_num_batched_tokens, run_ahead=run_ahead, drafter=drafter, watch=watch
+    )
     engine.runner.current_version = lambda: engine.weight_version
     engine.runner.budget = lambda: engine.scheduler.max_num_batched_tokens
     engine.runner.most_scored = lambda: engine.scheduler.max_scored

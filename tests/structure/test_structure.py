@@ -38,7 +38,7 @@ FLOORS = {
         "structured_outputs",
         "config sampling_params",
         "requests outputs",
-        "cache",
+        "cache drafts",
         "engine memory",
         "runner stats",
         "models adapters self_test",

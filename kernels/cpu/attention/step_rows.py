@@ -31,6 +31,8 @@ def _lay_out(
         table, end = asked[sequence, 2], start + length
         if length < 1 or start < 0 or end > tables.shape[1] * size or row + length > len(positions):
             return
+        if asked[sequence, 4] < 0 or asked[sequence, 4] > length:
+            return
         if table < 0 or table >= len(tables):
             return
         numbers[0, sequence], numbers[1, sequence] = row, length
@@ -45,8 +47,8 @@ def _lay_out(
             tiles[count, 0], tiles[count, 1] = sequence, first
             count += 1
         row, longest = row + length, max(longest, end)
-        if asked[sequence, 4]:
-            drawn[0, sampling], drawn[1, sampling] = row - 1, end
+        for behind in range(asked[sequence, 4], 0, -1):
+            drawn[0, sampling], drawn[1, sampling] = row - behind, end - behind + 1
             sampling += 1
     for tile in range(len(order)):
         tiles[tile, 0] = order[tile]
@@ -87,14 +89,14 @@ def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> 
         order = np.argsort(block_tables[:, 0].take(asked[:, 2], mode="clip"), kind="stable")
     numbers, places = np.empty((4, count), np.int32), np.empty((2, num_rows), np.int32)
     tiles, bunches = np.empty((most, 2), np.int32), np.empty((most + 1, 2), np.int32)
-    positions, drawn, found = np.empty(num_rows, np.int64), np.empty((2, count), np.int64), np.zeros(6, np.int64)
+    positions, drawn, found = np.empty(num_rows, np.int64), np.empty((2, num_rows), np.int64), np.zeros(6, np.int64)
     bits = block_size.bit_length() - 1
     _kernel(asked, block_tables, bits, order, numbers, positions, places, tiles, bunches, drawn, found)
     num_tiles, num_bunches, sampling, longest, last, rows = found.tolist()
     if rows != num_rows or not rows:
         raise ValueError(
-            f"sequences of (rows, start, table) {asked[:, :3].tolist()} in {num_rows} rows and {block_tables.shape} "
-            f"blocks of {block_size}; allowed: all of the rows, within the tables"
+            f"sequences of (rows, start, table, first written, drawn of) {asked.tolist()} in {num_rows} rows and "
+            f"{block_tables.shape} blocks of {block_size}; allowed: all of the rows, within the tables"
         )
     tiles, (blocks, offsets) = tiles[:num_tiles], places
     return StepRows(

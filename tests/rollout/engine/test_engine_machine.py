@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from samebit.rollout.cache import PrefixCache
+from samebit.rollout.drafts.drafter import Drafter, DraftOptions
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.requests.request import Request, Sequence
 
@@ -36,6 +37,22 @@ class Watch:
         self.written = False
 
 
+class Guesser(Drafter):
+    """Guesses from what the oracle says, of which so many tokens are `right` and the others wrong."""
+
+    def __init__(self, num_tokens: int, right: int, oracle: Callable[..., list[int]]) -> None:
+        super().__init__(DraftOptions(num_tokens=num_tokens, gram=1, step_tokens=12, history_tokens=50))
+        self.right = right
+        self.oracle = oracle
+
+    def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        count = len(super().guess(sequence, most)) or min(most, 2, sequence.shared.max_new_tokens - 1)
+        count = min(count, sequence.shared.max_new_tokens - sequence.num_new_tokens - 1)
+        known = sequence.num_new_tokens
+        coming = self.oracle(sequence.shared.prompt.tolist(), sequence.sample_index, known + max(count, 0))[known:]
+        return tuple(token if number < self.right else token + 1 for number, token in enumerate(coming))
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Gives an engine requests, steps and commands in any order, until they have ended; `make_engine`, `make_request`
     and `oracle` are set by the test."""
@@ -57,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["lru", "ref_zero"]),
         run_ahead=st.booleans(),
+        drafts=st.sampled_from([None, None, 1, 3]),
+        right=st.integers(0, 4),
     )
     def build(
         self,
@@ -71,6 +90,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         policy: str,
         run_ahead: bool,
+        drafts: int | None,
+        right: int,
     ) -> None:
         self.watch = Watch()
         self.engine = self.make_engine(
@@ -85,7 +106,8 @@ class EngineMachine(RuleBasedStateMachine):
             recurrent=recurrent,
             num_checkpoints=checkpoints,
             num_held=held,
-            run_ahead=run_ahead,
+            run_ahead=run_ahead and drafts is None,
+            drafter=None if drafts is None or recurrent else Guesser(drafts, right, self.oracle),
         )
         self.engine.scheduler.max_scored = max_scored
         self.added: dict[str, Request] = {}

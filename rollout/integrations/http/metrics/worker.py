@@ -70,6 +70,8 @@ class WorkerCollector(Collector):
         yield counter("vllm:prompt_tokens_cached", "Prompt tokens found.", found)
         yield counter("vllm:generation_tokens", "Tokens sampled.", "output_tokens")
         yield counter("vllm:num_preemptions", "Preempted samples.", "preemptions")
+        yield counter("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead.", "draft_tokens")
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Guessed right.", "draft_tokens_accepted")
 
     def _of_fleet(self, fleet: Fleet) -> Iterable[Metric]:
         takes = {name: float(takes) for name, takes in fleet.replicas.items()}

@@ -1,0 +1,6 @@
+"""Guess tokens ahead, so that one step computes several of a sequence. No guess changes what is sampled: see `engine`.
+
+The way through: `drafter`, which asks the `group` of each sequence's request, which looks up texts by their
+`ngram_index`. Imports `requests` and, of
+`samebit.kernels`, `ops`.
+"""

@@ -1,0 +1,95 @@
+"""Propose tokens for the decodes of a step: what followed the same n-gram in the prompt, in a sequence's own output, in
+those of its request's other samples, or in what the same prompt was answered with before.
+
+Prompt lookup (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding), as vLLM's method "ngram"; with the
+outputs of other samples and of the last epoch, as rollouts of reinforcement learning repeat themselves.
+
+Invariants
+----------
+* A guess costs the same whatever the lengths of prompt and output, but for tokens that are new since the last.
+* What is kept of prompts that have been answered is bounded, in tokens; the oldest goes first.
+* Requests with different salts guess from nothing of each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from samebit.rollout.drafts.group import Group, Kept
+from samebit.rollout.requests.request import Sequence
+from samebit.rollout.requests.shared import Shared
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Says how much is guessed.
+
+    num_tokens: of one sequence in a step. gram: tokens that must match before a guess. step_tokens: a step is filled up
+    to so many tokens with guesses. history_tokens: what is kept of outputs, for prompts that come again.
+    """
+
+    num_tokens: int
+    gram: int
+    step_tokens: int
+    history_tokens: int
+
+
+class Drafter:
+    """Guesses what running sequences go on with."""
+
+    def __init__(self, options: DraftOptions) -> None:
+        self.options = options
+        self._groups: dict[Shared, Group] = {}
+        self._history: OrderedDict[bytes, list[Kept]] = OrderedDict()
+        self._num_kept = 0
+
+    def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Return tokens that may follow in a sequence that decodes, at most so many; none where there is no guess, or
+        where the choice of a token depends on those before it by more than the logits."""
+        left = sequence.shared.max_new_tokens - sequence.num_new_tokens - 1
+        count = min(self.options.num_tokens, most, left)
+        if count < 1 or sequence.params.depends_on_tokens:
+            return ()
+        return self._group(sequence.shared).guess(sequence, count)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take note that a sequence has ended, which others may guess from."""
+        shared = sequence.shared
+        group = self._group(shared)
+        group.end(sequence)
+        if not group.left:
+            del self._groups[shared]
+            self._keep(_key(shared), group.outputs)
+
+    def _group(self, shared: Shared) -> Group:
+        group = self._groups.get(shared)
+        if group is None:
+            before = self._history.get(_key(shared), [])
+            group = self._groups[shared] = Group(shared.prompt, before, shared.params.n, self.options.gram)
+        return group
+
+    def _keep(self, key: bytes, outputs: list[Kept]) -> None:
+        """Keep what a prompt was answered with, in place of what it was answered with before."""
+        self._drop(key)
+        if outputs and _count(outputs) <= self.options.history_tokens:
+            self._history[key] = outputs
+            self._num_kept += _count(outputs)
+        while self._num_kept > self.options.history_tokens:
+            self._drop(next(iter(self._history)))
+
+    def _drop(self, key: bytes) -> None:
+        self._num_kept -= _count(self._history.pop(key, []))
+
+
+def _count(outputs: list[Kept]) -> int:
+    return sum(map(len, outputs))
+
+
+def _key(shared: Shared) -> bytes:
+    """Return what names the prompt, its salt and its adapter."""
+    salt, adapter = shared.params.cache_salt, 0 if shared.adapter is None else shared.adapter.number
+    named = hashlib.blake2b(repr((salt, adapter)).encode(), digest_size=16)
+    named.update(shared.prompt.tobytes())
+    return named.digest()

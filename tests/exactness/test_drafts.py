@@ -1,0 +1,134 @@
+"""Tokens that are guessed ahead change no bit: a worker that guesses gives the samples of one that does not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples, run
+from .families import CAMPAIGN, DTYPES, FAMILIES, bound_model, paired, token_ids
+
+GUESSING = {"num_speculative_tokens": 5, "prompt_lookup_min": 1, "speculative_step_tokens": 200}
+"""Guesses wherever a token stood before, in steps of any size: most guesses are wrong."""
+
+CROWDED = {"num_blocks": 14, "block_size": 16, "max_num_batched_tokens": 40, "max_num_seqs": 12}
+SOME = (*FAMILIES[:3], "Qwen3Moe", "GptOss", "Gemma2")
+NEW = 40
+
+
+def _prompts() -> list[list[int]]:
+    (phrase, other) = token_ids(9, 30)
+    return [phrase * 5, phrase * 2 + other, other[:1], other * 2]
+
+
+PARAMS = [
+    SamplingParams(n=3, temperature=0.2, seed=1, max_tokens=NEW, ignore_eos=True, logprobs=2),
+    SamplingParams(n=1, temperature=0.0, max_tokens=NEW, ignore_eos=True),
+    SamplingParams(n=2, temperature=1.0, seed=2, max_tokens=NEW, ignore_eos=True, top_k=40, min_p=0.01),
+    SamplingParams(n=2, temperature=0.0, seed=3, max_tokens=NEW, ignore_eos=True, min_tokens=7, logit_bias={5: 2.0}),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES if CAMPAIGN else SOME, DTYPES))
+def test_guesses_change_no_bit(family: str, dtype: torch.dtype) -> None:
+    model = bound_model(family, dtype)
+    plain, _ = run(model, _prompts(), PARAMS)
+    found, stats = run(model, _prompts(), PARAMS, **GUESSING)
+    assert 0 < stats["draft_tokens_accepted"] < stats["draft_tokens"]
+    assert_same_samples(found, plain)
+    assert [[one.top_logprobs for one in out.samples] for out in found] == [
+        [one.top_logprobs for one in out.samples] for out in plain
+    ]
+    crowded, stats = run(model, _prompts(), PARAMS, **GUESSING, **CROWDED)
+    assert stats["preemptions"] > 0, "the pool was meant to be too small"
+    assert_same_samples(crowded, plain)
+    assert_matches_trainer(model, found, PARAMS)
+
+
+def test_what_is_guessed_right_spares_steps_and_prompts_come_again() -> None:
+    """The second time all of a prompt's tokens are guessed from its last answers, and a step computes several."""
+    model = bound_model("Qwen3", torch.float32)
+    prompt, params = token_ids(20), SamplingParams(seed=5, max_tokens=61, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_speculative_tokens=4)) as worker:
+        first = worker.generate(prompt, params)
+        before = worker.stats()
+        again = worker.generate(prompt, params)
+        after = worker.stats()
+        salted = worker.generate(prompt, replace(params, cache_salt="another"))
+        apart = worker.stats()
+    assert_same_samples(again, first)
+    assert_same_samples(salted, first)
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["output_tokens"] == 61
+    assert grown["draft_tokens_accepted"] >= 44
+    assert grown["steps"] <= 16
+    assert apart["draft_tokens_accepted"] - after["draft_tokens_accepted"] < 10
+
+
+@pytest.mark.parametrize("stop", [12, 13, 14, 15, 16])
+def test_a_sample_ends_where_it_would_within_tokens_that_were_guessed(stop: int) -> None:
+    model = bound_model("Llama", torch.float32)
+    prompt = token_ids(20)
+    params = SamplingParams(seed=5, max_tokens=30, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_speculative_tokens=6)) as worker:
+        [whole] = worker.generate(prompt, params)
+        tokens = whole.samples[0].token_ids
+        [short] = worker.generate(prompt, replace(params, max_tokens=stop))
+        [stopped] = worker.generate(prompt, replace(params, stop_token_ids=[tokens[stop]]))
+        end = tokens.index(tokens[stop]) + 1
+        accepted = worker.stats()["draft_tokens_accepted"]
+    assert accepted >= 15
+    assert short.samples[0].token_ids == tokens[:stop]
+    assert short.samples[0].finish_reason == "length"
+    assert stopped.samples[0].token_ids == tokens[:end]
+    assert stopped.samples[0].logprobs == whole.samples[0].logprobs[:end]
+    assert stopped.samples[0].finish_reason == "stop"
+
+
+def test_weights_that_change_between_two_requests_are_those_of_the_second() -> None:
+    """Guesses of old weights' tokens and blocks are wrong under new ones, and nothing of them stays."""
+    model = bound_model("Qwen3", torch.float32)
+    prompt, params = token_ids(40), SamplingParams(n=2, seed=5, max_tokens=30, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(**GUESSING)) as worker:
+        worker.generate(prompt, params)
+        with worker.weight_update(), torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.03)
+        found = worker.generate(prompt, params)
+    assert_matches_trainer(model, found, [params])
+    plain, _ = run(model, prompt, [params])
+    assert_same_samples(found, plain)
+
+
+def test_experts_are_those_of_a_worker_without_guesses() -> None:
+    model = bound_model("Qwen3Moe", torch.float32)
+    params = [replace(each, return_routed_experts=True) for each in PARAMS]
+    plain, _ = run(model, _prompts(), params)
+    found, stats = run(model, _prompts(), params, **GUESSING)
+    assert stats["draft_tokens_accepted"] > 0
+    for one, other in zip(found, plain, strict=True):
+        for sample, alone in zip(one.samples, other.samples, strict=True):
+            assert (sample.routed_experts == alone.routed_experts).all()
+
+
+def test_requests_with_penalties_are_not_guessed() -> None:
+    """What a penalty does depends on the tokens before: their rows can not be computed ahead."""
+    model = bound_model("Qwen3", torch.float32)
+    params = [SamplingParams(temperature=0.5, seed=1, max_tokens=30, ignore_eos=True, repetition_penalty=1.1)] * 4
+    plain, _ = run(model, _prompts(), params)
+    found, stats = run(model, _prompts(), params, **GUESSING)
+    assert stats["draft_tokens"] == 0
+    assert_same_samples(found, plain)
+
+
+def test_what_can_not_be_guessed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=2, but the model has recurrent layers.*: 0"):
+        RolloutWorker(bound_model("Bamba", torch.float32), config=RolloutConfig(num_speculative_tokens=2))
+    with pytest.raises(ValueError, match="async_scheduling=True launches a step before"):
+        RolloutConfig(num_speculative_tokens=2, async_scheduling=True)
+    for wrong in ({"num_speculative_tokens": -1}, {"prompt_lookup_min": 0}, {"speculative_step_tokens": 0}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} must be an int of at least"):
+            RolloutConfig(**wrong)
