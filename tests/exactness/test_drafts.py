@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, StructuredOutputsParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import CAMPAIGN, DTYPES, FAMILIES, bound_model, paired, token_ids
@@ -121,6 +121,7 @@ def test_requests_with_penalties_are_not_guessed() -> None:
     found, stats = run(model, _prompts(), params, **GUESSING)
     assert stats["draft_tokens"] == 0
     assert_same_samples(found, plain)
+    assert SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")).depends_on_tokens
 
 
 def test_what_can_not_be_guessed_is_refused() -> None:
