@@ -12,6 +12,7 @@ Invariants:
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +33,19 @@ from samebit.kernels.ops.linear import is_hooked, linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 Forward = Callable[..., Any]
+
+
+def _named_as(own: Forward) -> Callable[[Forward], Forward]:
+    """Return a decorator that gives a forward the name and signature of another one, but no way to it: Accelerate's
+    `unwrap_model` takes off every forward that shows what it wraps."""
+
+    def named(forward: Forward) -> Forward:
+        functools.update_wrapper(forward, own)
+        vars(forward).pop("__wrapped__")
+        vars(forward)["__signature__"] = inspect.signature(own)
+        return forward
+
+    return named
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +101,7 @@ def own_forward(model: nn.Module) -> Forward:
     if isinstance(replaced, MethodType) and replaced.__self__ is model:
         return replaced.__func__
 
-    @functools.wraps(replaced)
+    @_named_as(replaced)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not model:
             raise ValueError(
@@ -108,7 +122,7 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
         known: its head is bound, and its epilogue is the family's.
     """
 
-    @functools.wraps(own)
+    @_named_as(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scoring = installed_scoring()
         if scoring is None:
@@ -125,7 +139,7 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
 def keeping_positions(own: Forward) -> Forward:
     """Wrap the forward ``own`` of a class that drops ``position_ids`` on the way to its decoder (Mamba2)."""
 
-    @functools.wraps(own)
+    @_named_as(own)
     def forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if installed_context() is not None:
             return own(self, *args, **kwargs)

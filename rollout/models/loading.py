@@ -163,6 +163,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
         folder,
         config=read_text_config(folder),
         local_files_only=True,
+        trust_remote_code=False,
         use_safetensors=True,
         dtype=dtype,
         ignore_mismatched_sizes=True,  # refused below, by name

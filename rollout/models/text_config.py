@@ -62,7 +62,7 @@ def read_text_config(folder: Path) -> Any:
 
 
 def _read(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # None would ask
     text = config.get_text_config()
     if text is config or not _is_text_alone(config, text):
         return config

@@ -32,7 +32,9 @@ def folder_tokenizer(*folders: Path) -> PreTrainedTokenizerBase | None:
     if found is None:
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(found, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            found, local_files_only=True, trust_remote_code=False
+        )
     except MemoryError:
         raise
     except Exception as error:

@@ -292,6 +292,12 @@ def prepared_by_accelerate(model: Any) -> None:
     accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
 
 
+def unwrapped_by_accelerate(model: Any) -> None:
+    """Prepare the model for mixed precision, and have the wrapper of that taken off again."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False) is model
+
+
 LEGAL: dict[str, Callable[[Any], object]] = {
     "train": lambda model: model.train(),
     "eval": lambda model: model.eval(),
@@ -317,6 +323,7 @@ LEGAL: dict[str, Callable[[Any], object]] = {
     ),
     "a buffer": lambda model: model.register_buffer("calls", torch.zeros(1)),
     "mixed precision of Accelerate": prepared_by_accelerate,
+    "mixed precision of Accelerate, unwrapped": unwrapped_by_accelerate,
 }
 
 

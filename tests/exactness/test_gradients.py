@@ -1,8 +1,10 @@
 """Gradients are near a float64 Hugging Face oracle, and have the same bits however the backward was arranged."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from samebit.kernels import bind, token_logprobs
 
@@ -53,6 +55,16 @@ def test_a_checkpoint_around_the_whole_call_changes_no_bit() -> None:
     found = checkpoint(LAYOUTS["packed"], model, SEQUENCES, use_reentrant=False)
     loss(found).backward()
     assert_equal(take_gradients(model), expected)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_checkpointing_that_saves_whatever_is_allocated_changes_no_bit(family: str) -> None:
+    """A recomputation is given the tensors that the forward has allocated, with what is in them by now."""
+    model = bind(make_model(family)).train()
+    expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
+    policy = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+    assert_equal(gradients(model, LAYOUTS["packed"], SEQUENCES), expected)
 
 
 @pytest.mark.soak

@@ -42,7 +42,7 @@ def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
     """
     ids = ids.contiguous()
     row_of, place_of = torch.empty(ids.numel(), dtype=torch.int32, device="cpu"), torch.empty_like(ids)
-    offsets = torch.zeros(experts + 1, dtype=torch.int64, device="cpu")
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device="cpu")
     try:
         _sort(array(ids), array(row_of), array(place_of), array(offsets))
     except IndexError:
@@ -58,9 +58,10 @@ def refusal_of(ids: torch.Tensor, experts: int) -> ValueError:
 
 @kernel_part
 def sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> bool:
-    """Write the arrays of `Pairs`, ``offsets`` being zeros; return False for an id of no expert, which a caller that
+    """Write the arrays of `Pairs`, whatever was in them; return False for an id of no expert, which a caller that
     has allocated arrays raises itself: Numba frees what its own function has, and not what callers have."""
     (rows, choices), experts = ids.shape, len(offsets) - 1
+    offsets[:] = 0
     for row in range(rows):
         for choice in range(choices):
             if not 0 <= ids[row, choice] < experts:

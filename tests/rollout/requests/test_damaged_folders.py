@@ -122,3 +122,16 @@ def test_a_damaged_folder_is_refused_in_one_line(
         lines = capfd.readouterr().err.splitlines()
         assert len(lines) == 1, lines
         assert lines[0].startswith(f"samebit {command[0]}: ")
+
+
+def test_code_of_a_folder_is_never_run_and_nobody_is_asked(
+    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(healthy, folder)
+    setting(model_type="its own", auto_map={"AutoConfig": "its_own.Config"})(folder)
+    writing("its_own.py", f"open({str(ran)!r}, 'w').close()\nclass Config: pass\n")(folder)
+    monkeypatch.setattr("builtins.input", lambda *shown: "y")
+    with pytest.raises(ModelLoadError):
+        RolloutWorker(folder)
+    assert not ran.exists()

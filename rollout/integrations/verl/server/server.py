@@ -79,7 +79,7 @@ class SamebitServer:
     def _build(self) -> LocalWorker:
         folder, words = copy_to_local(self._options.model), copy_to_local(self._options.tokenizer)
         check_tokenizer(words)
-        tokenizer = AutoTokenizer.from_pretrained(words)
+        tokenizer = AutoTokenizer.from_pretrained(words, trust_remote_code=False)
         worker = self.make_worker(folder, self._options, tokenizer)
         named = as_token_ids(tokenizer.eos_token_id)
         self._eos = known_end_tokens(named, worker.limits.vocab_size, "the tokenizer's eos_token_id")
