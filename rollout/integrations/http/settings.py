@@ -108,8 +108,19 @@ class ServeSettings:
             raise ValueError(f"port and control_port must be two with control='loopback', got {self.port} for both")
         if self.api_key == "":
             raise ValueError("api_key must not be empty: leave it out to ask for none")
+        for name in SECRETS:
+            if not _can_be_sent(vars(self)[name] or ""):
+                raise ValueError(
+                    f"{name} must be printable ASCII without white space around it, or no client can send it (a secret "
+                    "that was made with `echo` ends in a line break: use `echo -n`)"
+                )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile are given together")
+
+
+def _can_be_sent(secret: str) -> bool:
+    """Return whether a client can send it in a header as it is."""
+    return secret.isascii() and secret.isprintable() and secret == secret.strip()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ _REFUSED = {
     "use_liger_kernel": "the model's layers are samebit's",
     "cast_lm_head_to_fp32": "the head computes in the model's dtype, with float32 sums and log-probabilities",
     "fp16": "autocast does not reach a bound model: load it in the dtype that it shall compute in",
+    "fp16_full_eval": "it casts the model in place, under the worker",
     "torch_compile": "a compiled model can not be bound exactly",
     "fsdp": "one process",
     "deepspeed": "one process",
@@ -115,6 +116,10 @@ def check_model(trainer: Any, model: nn.Module) -> None:
         found.append(
             f"{given}, with parameters of {names} (autocast does not reach a bound model: {otherwise}, or load the "
             "model in bfloat16 with model_init_kwargs={'dtype': 'bfloat16'})"
+        )
+    if trainer.args.bf16_full_eval and dtypes != {torch.bfloat16}:
+        found.append(
+            "bf16_full_eval=True with a model that is not bfloat16 (it casts the model in place, under the worker)"
         )
     if trainer.accelerator.num_processes > 1:
         found.append(f"{trainer.accelerator.num_processes} processes (one)")

@@ -53,6 +53,8 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         (["--control", "loopback", "--port", "8001"], {}, "", "port and control_port must be two .* got 8001 for both"),
         ([], {"SAMEBIT_SERVE_API_KEY": ""}, "", "api_key must not be empty"),
         ([], {}, "api_key: ''", "api_key must not be empty"),
+        ([], {"SAMEBIT_SERVE_API_KEY": "secret\n"}, "", "api_key must be printable ASCII without white space"),
+        ([], {"SAMEBIT_SERVE_CONTROL_TOKEN": "s\u00e9cret"}, "", "control_token must be printable ASCII"),
         ([], {}, "api_key: 12345678", "api_key must be of type str, got [.]{3}$"),
         ([], {}, "control_token: 12345678", "control_token must be of type str, got [.]{3}$"),
         (["--max-num-seqs", "0"], {}, "", "max_num_seqs must be an int of at least 1"),

@@ -265,6 +265,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
     "use_kernels": {"model_init_kwargs": {"use_kernels": True}},
     "bf16=True": {"bf16": True},
+    "fp16_full_eval=True": {"fp16_full_eval": True},
+    "bf16_full_eval=True": {"bf16_full_eval": True},
     "optim=": {"optim": "schedule_free_adamw"},
     "temperature=0.0": {"temperature": 0.0},
     "generation_kwargs": {"generation_kwargs": {"num_beams": 2}},
