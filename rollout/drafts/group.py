@@ -16,7 +16,7 @@ from samebit.rollout.requests.shared import IntArray
 Kept = npt.NDArray[np.int32]
 
 CONTEXT = 32
-"""The most tokens at a sequence's end that are looked for."""
+"""The most tokens at a sequence's end that are looked for, but for an n-gram of more."""
 
 
 class Text:
@@ -66,7 +66,7 @@ class Group:
         """Return up to `count` tokens that may follow, those behind the longest match of the sequence's end: in its own
         output, where that is as long as any elsewhere."""
         end = sequence.num_tokens
-        context = sequence.token_ids[max(0, end - CONTEXT) : end]
+        context = sequence.token_ids[max(0, end - max(CONTEXT, self._gram)) : end]
         own = self._own.setdefault(sequence.sample_index, NgramIndex(self._gram))
         output = sequence.output_ids
         length, place = own.find(output, context)

@@ -47,11 +47,13 @@ def test_guesses_change_no_bit(family: str, dtype: torch.dtype) -> None:
     assert_matches_trainer(model, found, PARAMS)
 
 
-def test_what_is_guessed_right_spares_steps_and_prompts_come_again() -> None:
-    """The second time all of a prompt's tokens are guessed from its last answers, and a step computes several."""
+@pytest.mark.parametrize("least", [3, 40])
+def test_what_is_guessed_right_spares_steps_and_prompts_come_again(least: int) -> None:
+    """The second time all of a prompt's tokens are guessed from its last answers, once as many match as must, and a
+    step computes several."""
     model = bound_model("Qwen3", torch.float32)
     prompt, params = token_ids(20), SamplingParams(seed=5, max_tokens=61, ignore_eos=True)
-    with RolloutWorker(model, config=RolloutConfig(num_speculative_tokens=4)) as worker:
+    with RolloutWorker(model, config=RolloutConfig(num_speculative_tokens=4, prompt_lookup_min=least)) as worker:
         first = worker.generate(prompt, params)
         before = worker.stats()
         again = worker.generate(prompt, params)
@@ -62,8 +64,8 @@ def test_what_is_guessed_right_spares_steps_and_prompts_come_again() -> None:
     assert_same_samples(salted, first)
     grown = {name: after[name] - before[name] for name in after}
     assert grown["output_tokens"] == 61
-    assert grown["draft_tokens_accepted"] >= 44
-    assert grown["steps"] <= 16
+    assert grown["draft_tokens_accepted"] >= (44 if least == 3 else 10)
+    assert grown["steps"] <= (16 if least == 3 else 52)
     assert apart["draft_tokens_accepted"] - after["draft_tokens_accepted"] < 10
 
 
