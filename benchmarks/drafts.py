@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from samebit.benchmarks.rounds import results_file
+from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
@@ -69,8 +69,7 @@ def main() -> None:
         for dtype in arguments.dtypes:
             found = measure(sizes, shape, dtype)
             metrics.update(found)
-            for name, one in found.items():
-                print(f"{name:<32}{one.value:>8.2f}  ({one.min:.2f} to {one.max:.2f})", flush=True)
+            table.show(found)
     if arguments.json:
         results_file.write(arguments.json, results_file.describe(**asdict(sizes)), metrics)
 

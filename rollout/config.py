@@ -38,6 +38,8 @@ DEFAULT_STEP_TOKENS = {"cpu": 16, "cuda": 64}
 """Holds by device up to how many tokens a step is filled with guesses: there it takes hardly longer than with one."""
 
 
+_OF_DRAFTS = ("prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens")
+
 _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
     **dict.fromkeys(("num_threads", "seed", "num_speculative_tokens", "prompt_lookup_min"), as_int),
@@ -232,6 +234,11 @@ class RolloutConfig:
         check_positive_int("prompt_lookup_min", self.prompt_lookup_min)
         if self.speculative_step_tokens is not None:
             check_positive_int("speculative_step_tokens", self.speculative_step_tokens)
+        given = [name for name in _OF_DRAFTS if vars(self)[name] != vars(RolloutConfig)[name]]
+        if given and not self.num_speculative_tokens:
+            raise ValueError(
+                f"{' and '.join(given)} say how tokens are guessed, and num_speculative_tokens=0 guesses none"
+            )
         if self.num_speculative_tokens and self.async_scheduling:
             raise ValueError(
                 f"async_scheduling=True launches a step before the tokens are known that "

@@ -131,6 +131,10 @@ def test_what_can_not_be_guessed_is_refused() -> None:
         RolloutWorker(bound_model("Bamba", torch.float32), config=RolloutConfig(num_speculative_tokens=2))
     with pytest.raises(ValueError, match="async_scheduling=True launches a step before"):
         RolloutConfig(num_speculative_tokens=2, async_scheduling=True)
+    for alone in ({"prompt_lookup_min": 2}, {"speculative_step_tokens": 32}, {"speculative_history_tokens": 0}):
+        (name,) = alone
+        with pytest.raises(ValueError, match=f"{name} say how tokens are guessed, and num_speculative_tokens=0"):
+            RolloutConfig(**alone)
     for wrong in ({"num_speculative_tokens": -1}, {"prompt_lookup_min": 0}, {"speculative_step_tokens": 0}):
         (name,) = wrong
         with pytest.raises(ValueError, match=f"{name} must be an int of at least"):
