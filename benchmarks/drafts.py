@@ -2,9 +2,11 @@
 
     python benchmarks/drafts.py [--json FILE] [--rounds N] [--dtypes fp32 bf16] [--quick]
 
-answered_again_N: time of N requests that were answered with the same tokens before, as where a conversation or an
-answer repeats itself word by word: without guesses over with guesses. answered_anew_N: of prompts of random tokens that
-a random model answers for the first time, where hardly a guess is right.
+Time without guesses over time with guesses, of N requests of a prompt each, or of the 8 samples of a long one:
+
+* again: answered with the same tokens before, as where a conversation or an answer repeats itself word by word;
+* anew: of prompts of random tokens that a random model answers for the first time, where hardly a guess is made;
+* wrong: prompts and answers are random tokens of 8, so that there is a guess in nearly every step, mostly a wrong one.
 """
 
 # isort: split
@@ -19,40 +21,50 @@ from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
-PROMPT = 256
 NEW = 64
+FEW = 8
+"""Tokens that `wrong` is made of."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sets the size of the measurement."""
+    """Sets the size of the measurement; groups: prompts, samples of each, tokens of each prompt."""
 
     shapes: tuple[str, ...] = ("5m", "100m")
-    sequences: tuple[int, ...] = (1, 4, 64)
+    groups: tuple[tuple[int, int, int], ...] = ((1, 1, 256), (4, 1, 256), (64, 1, 256), (1, 8, 2048))
     guesses: int = 7
     rounds: int = 5
 
 
 def measure(sizes: Sizes, shape: str, dtype: str) -> dict[str, Spread]:
     """Return how many times as long requests take without guesses."""
-    room = PROMPT + NEW
+    room = max(tokens for _, _, tokens in sizes.groups) + NEW
     model = models.build(models.SHAPES[shape], models.DTYPES[dtype], room)
     generator = torch.Generator().manual_seed(0)
     metrics: dict[str, Spread] = {}
     config = RolloutConfig(max_model_len=room)
     ahead = replace(config, num_speculative_tokens=sizes.guesses)
     with RolloutWorker(model, config=config) as plain, RolloutWorker(model, config=ahead) as guessing:
-        for count in sizes.sequences:
-            prompts = torch.randint(plain.limits.vocab_size, (count, PROMPT), generator=generator).tolist()
-            for name, seeds in (("anew", range(1, sizes.rounds + 2)), ("again", [0] * (sizes.rounds + 1))):
-                turns = [(_seconds(plain, prompts, seed), _seconds(guessing, prompts, seed)) for seed in seeds][1:]
-                metrics[f"{shape}_{dtype}_answered_{name}_{count}"] = spread([one / other for one, other in turns])
+        for count, samples, tokens in sizes.groups:
+            for case in ("anew", "wrong", "again"):
+                ids = FEW if case == "wrong" else plain.limits.vocab_size
+                prompts = torch.randint(ids, (count, tokens), generator=generator).tolist()
+                params = SamplingParams(n=samples, max_tokens=NEW, ignore_eos=True)
+                if case == "wrong":
+                    params = replace(params, logit_bias=dict.fromkeys(range(FEW), 100.0))
+                seeds = [0] * (sizes.rounds + 1) if case == "again" else range(1, sizes.rounds + 2)
+                turns = [
+                    [_seconds(worker, prompts, replace(params, seed=seed)) for worker in (plain, guessing)]
+                    for seed in seeds
+                ]
+                name = f"{shape}_{dtype}_{case}_{count}" + (f"x{samples}" if samples > 1 else "")
+                metrics[name] = spread([one / other for one, other in turns[1:]])
     return metrics
 
 
-def _seconds(worker: RolloutWorker, prompts: list[list[int]], seed: int) -> float:
+def _seconds(worker: RolloutWorker, prompts: list[list[int]], params: SamplingParams) -> float:
     began = time.perf_counter()
-    worker.generate(prompts, SamplingParams(max_tokens=NEW, ignore_eos=True, seed=seed))
+    worker.generate(prompts, params)
     return time.perf_counter() - began
 
 
@@ -63,7 +75,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = Sizes(rounds=arguments.rounds)
     if arguments.quick:
-        sizes = Sizes(shapes=("5m",), sequences=(1, 4), rounds=2)
+        sizes = Sizes(shapes=("5m",), groups=((1, 1, 256), (1, 8, 512)), rounds=2)
     metrics: dict[str, Spread] = {}
     for shape in sizes.shapes:
         for dtype in arguments.dtypes:

@@ -19,7 +19,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
 Ints = npt.NDArray[np.int32]
 
 MOST_BUNCHED = 8
-"""The most sequences that are bunched."""
+"""The most sequences that are bunched; their rows are no more than a tile's."""
 
 
 class Numbers(NamedTuple):
@@ -75,10 +75,10 @@ class CallRows:
     def tiles(self) -> Ints:
         """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on.
 
-        In a decode step sequences that begin with the same block are neighbours: the one whose prompt was computed runs
-        before its siblings, apart from them.
+        In a step of a tile for each sequence those that begin with the same block are neighbours: the one whose prompt
+        was computed runs before its siblings, apart from them.
         """
-        if self.is_decode:
+        if self.is_a_tile_each:
             return _before_zeros(np.argsort(self.block_tables[self.table_rows, 0], kind="stable"))
         counts = ceil_div(self.lengths, QUERY_TILE)
         sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -91,23 +91,27 @@ class CallRows:
         """List ``[M + 1, 2]`` the first of the tiles that one item of attention works on, and how many chunks, from
         position 0 on, all of them read from the same blocks; behind the last (number of tiles, 0).
 
-        In a decode step neighbours that share chunks are bunched; elsewhere each tile is alone.
+        In a step of a tile for each sequence neighbours that share chunks are bunched: such chunks end before all of
+        their rows. Elsewhere each tile is alone.
         """
         count = len(self.tiles)
-        if not self.is_decode or count < 2 or self.highest.starts < KV_CHUNK:
+        if not self.is_a_tile_each or count < 2 or self.highest.starts < KV_CHUNK:
             return _before_zeros(np.arange(count + 1))
         order = self.tiles[:, 0]
         tables, whole = self.block_tables[self.table_rows[order]], self.starts[order] // KV_CHUNK
         differ = tables[1:] != tables[:-1]
         alike = np.where(differ.any(axis=1), differ.argmax(axis=1), tables.shape[1])
         links = np.minimum(alike * self.block_size // KV_CHUNK, np.minimum(whole[1:], whole[:-1])).tolist()
-        bunches = [[0, 0]]
-        for tile, link in enumerate(links, start=1):
+        lengths = self.lengths[order].tolist()
+        bunches, rows = [[0, 0]], lengths[0]
+        for tile, (link, length) in enumerate(zip(links, lengths[1:], strict=True), start=1):
             first, shared = bunches[-1]
-            if link and tile - first < MOST_BUNCHED and (not shared or shared <= link <= 2 * shared):
-                bunches[-1][1] = shared or link
+            has_room = tile - first < MOST_BUNCHED and rows + length <= QUERY_TILE
+            if link and has_room and (not shared or shared <= link <= 2 * shared):
+                bunches[-1][1], rows = shared or link, rows + length
             else:
                 bunches.append([tile, 0])
+                rows = length
         return np.array([*bunches, [count, 0]], np.int32)
 
     @cached_property
@@ -125,6 +129,12 @@ class CallRows:
     def is_decode(self) -> bool:
         """Tell whether there are sequences, and each computes one token."""
         return len(self.lengths) > 0 and self.lowest.lengths == self.highest.lengths == 1
+
+    @cached_property
+    def is_a_tile_each(self) -> bool:
+        """Tell whether there are sequences, and attention works on each in one piece: decodes, and tokens guessed
+        behind them."""
+        return len(self.lengths) > 0 and self.highest.lengths <= QUERY_TILE
 
     @cached_property
     def is_a_row_each(self) -> bool:

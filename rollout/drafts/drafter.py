@@ -7,7 +7,8 @@ outputs of other samples and of the last epoch, as rollouts of reinforcement lea
 Invariants
 ----------
 * A guess costs the same whatever the lengths of prompt and output, but for tokens that are new since the last.
-* What is kept of prompts that have been answered is bounded, in tokens; the oldest goes first.
+* What is kept of prompts that have been answered is bounded, in tokens; the prompt that was answered longest ago goes
+  first, and of one prompt the oldest of more than `_MOST_OUTPUTS`.
 * Requests with different salts guess from nothing of each other.
 """
 
@@ -17,9 +18,18 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
+
 from samebit.rollout.drafts.group import Group, Kept
 from samebit.rollout.requests.request import Sequence
 from samebit.rollout.requests.shared import Shared
+
+_MOST_OUTPUTS = 16
+"""Answers that are kept of a prompt, or those of its last request where these are more: groups come as requests of
+many samples, and as many requests of one."""
+
+_OVERHEAD = 64
+"""Tokens that take as much memory as an answer does beside its own."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,13 @@ class Drafter:
     def forget(self, sequence: Sequence) -> None:
         """Take note that a sequence has ended, which others may guess from."""
         shared = sequence.shared
+        if shared.params.depends_on_tokens:
+            return
         group = self._group(shared)
         group.end(sequence)
         if not group.left:
             del self._groups[shared]
-            self._keep(_key(shared), group.outputs)
+            self._keep(_key(shared), [output for output in group.outputs if len(output) > self.options.gram])
 
     def _group(self, shared: Shared) -> Group:
         group = self._groups.get(shared)
@@ -71,25 +83,30 @@ class Drafter:
         return group
 
     def _keep(self, key: bytes, outputs: list[Kept]) -> None:
-        """Keep what a prompt was answered with, in place of what it was answered with before."""
-        self._drop(key)
-        if outputs and _count(outputs) <= self.options.history_tokens:
-            self._history[key] = outputs
-            self._num_kept += _count(outputs)
+        """Keep what a prompt was answered with, beside what it was answered with before."""
+        if not outputs:
+            return
+        before = [kept for kept in self._drop(key) if not any(np.array_equal(kept, output) for output in outputs)]
+        kept = [*before, *outputs][-max(_MOST_OUTPUTS, len(outputs)) :]
+        if _count(kept) <= self.options.history_tokens:
+            self._history[key] = kept
+            self._num_kept += _count(kept)
         while self._num_kept > self.options.history_tokens:
             self._drop(next(iter(self._history)))
 
-    def _drop(self, key: bytes) -> None:
-        self._num_kept -= _count(self._history.pop(key, []))
+    def _drop(self, key: bytes) -> list[Kept]:
+        kept = self._history.pop(key, [])
+        self._num_kept -= _count(kept)
+        return kept
 
 
 def _count(outputs: list[Kept]) -> int:
-    return sum(map(len, outputs))
+    return sum(map(len, outputs)) + _OVERHEAD * len(outputs)
 
 
 def _key(shared: Shared) -> bytes:
-    """Return what names the prompt, its salt and its adapter."""
-    salt, adapter = shared.params.cache_salt, 0 if shared.adapter is None else shared.adapter.number
+    """Return what names the prompt, its salt and its adapter: one that is trained resembles that of its name before."""
+    salt, adapter = shared.params.cache_salt, None if shared.adapter is None else shared.adapter.name
     named = hashlib.blake2b(repr((salt, adapter)).encode(), digest_size=16)
     named.update(shared.prompt.tobytes())
     return named.digest()

@@ -216,7 +216,8 @@ class Scheduler:
                 return
             if item.start >= item.sequence.num_prompt_tokens and item.samples == item.length == 1 and not item.forks:
                 drafts = drafter.guess(item.sequence, room - plan.num_tokens)
-                if drafts and self.cache.reserve(item.sequence, 1 + len(drafts)):
+                spare = self.cache.pool.num_free - self.cache.blocks_for(len(drafts))
+                if drafts and spare >= len(self.running) and self.cache.reserve(item.sequence, 1 + len(drafts)):
                     plan.draft(item, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:

@@ -26,11 +26,12 @@ STARTS = (330, 300, 300, 200, 193, 129, 70)
 
 def decode(
     shape: Shape, block_size: int, dtype: torch.dtype, tokens: tuple[int, ...] = STARTS,
-    in_common: tuple[int, ...] = COMMON,
+    in_common: tuple[int, ...] = COMMON, rows: tuple[int, ...] = (1,),
 ) -> ForwardContext:  # fmt: skip
     """Lay out a step of sequences that have these tokens, four times, in blocks of their own but for those in common;
-    pages hold random numbers, and NaN where no token is."""
-    layout, width = KVLayout(1, shape.kv_heads, shape.head_dim), -(-(max(tokens) + 1) // block_size)
+    pages hold random numbers, and NaN where no token is. Sequences compute so many `rows`, in turns."""
+    width = -(-(max(tokens) + max(rows)) // block_size)
+    layout = KVLayout(1, shape.kv_heads, shape.head_dim)
     starts = np.array(tokens * 4, np.int32)
     tables = np.arange(1, len(starts) * width + 1, dtype=np.int32).reshape(len(starts), width)
     for place in range(1, len(starts)):
@@ -39,15 +40,17 @@ def decode(
     pages = layout.allocate(len(starts) * width, block_size, dtype)[0].normal_()
     for table, start in zip(tables, starts, strict=True):
         last = table[start // block_size]
+        pages[table[start // block_size + 1 :]] = torch.nan
         pages[last].view(shape.kv_heads, 2, -1)[:, 0].view(-1, shape.head_dim, block_size)[
             ..., start % block_size :
         ] = torch.nan
         pages[last, :, 1].view(-1, block_size, shape.head_dim)[:, start % block_size :] = torch.nan
     count = len(starts)
+    lengths = np.resize(np.array(rows, np.int32), count)
     return ForwardContext(
-        positions=torch.zeros(count, dtype=torch.int64),
-        row_start=np.arange(count, dtype=np.int32),
-        lengths=np.ones(count, np.int32),
+        positions=torch.zeros(int(lengths.sum()), dtype=torch.int64),
+        row_start=(np.cumsum(lengths) - lengths).astype(np.int32),
+        lengths=lengths,
         starts=starts,
         table_rows=np.arange(count, dtype=np.int32),
         block_tables=tables,
@@ -65,18 +68,18 @@ def check_each_alone(shape: Shape, together: ForwardContext, dtype: torch.dtype)
     for number in THREADS:
         with threads(number):
             found = attention(q, k, v, together, shape.options, shape.sinks)
-        for row in range(count):
-            only = slice(row, row + 1)
+        for sequence, (row, length) in enumerate(zip(together.row_start, together.lengths, strict=True)):
+            only, one = slice(row, row + length), slice(sequence, sequence + 1)
             alone = replace(
                 together,
                 positions=together.positions[only],
                 row_start=together.row_start[:1],
-                lengths=together.lengths[only],
-                starts=together.starts[only],
-                table_rows=together.table_rows[only],
+                lengths=together.lengths[one],
+                starts=together.starts[one],
+                table_rows=together.table_rows[one],
             )
             expected = attention(q[only], k[only], v[only], alone, shape.options, shape.sinks)
-            assert torch.equal(found[only], expected), row
+            assert torch.equal(found[only], expected), sequence
         assert not found.isnan().any()
 
 
@@ -100,6 +103,19 @@ def test_samples_that_go_on_for_long_have_the_bits_of_each_alone(shape: Shape, c
     tokens = tuple(common + own for own in (400, 1, 0, 700, 63, 450, 511, 512))  # more chunks than are asked for ahead
     together = decode(shape, 64, dtype, tokens, (0, *(common,) * 7))
     assert together.bunches[:-1].tolist() == [[first, common // 64] for first in range(0, 32, 8)]
+    check_each_alone(shape, together, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [(1, 8, 1), (1, 1, 1, 40, 30, 2, 1), (5,)], ids=str)
+def test_guessed_tokens_beside_decodes_that_read_the_same_blocks_have_the_bits_of_each_alone(
+    shape: Shape, rows: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    together = decode(shape, 16, dtype, rows=rows)
+    assert (together.bunches[:-1, 1] > 0).sum() >= 8
+    assert max(map(int, np.add.reduceat(together.lengths[together.tiles[:, 0]], together.bunches[:-1, 0]))) <= 64
     check_each_alone(shape, together, dtype)
 
 

@@ -22,8 +22,8 @@ def _lay_out(
 ) -> None:  # fmt: skip
     """Write all arrays.
 
-    ``order``: of the tiles of a decode step, empty elsewhere. ``found``: tiles, bunches, rows that sample, `longest`,
-    `last_written_block`, and the rows; all stay 0 where a sequence leads out of the tables or the rows.
+    ``order``: of the tiles where each sequence has one, empty elsewhere. ``found``: tiles, bunches, rows that sample,
+    `longest`, `last_written_block`, and the rows; all stay 0 where a sequence leads out of the tables or the rows.
     """
     size, count, row, sampling, longest, last = 1 << bits, 0, 0, 0, 0, 0
     for sequence in range(len(asked)):
@@ -57,23 +57,25 @@ def _lay_out(
 
 
 @inlined_part
-def _bunch(asked: Any, tables: Any, size: int, tiles: Any, is_decode: bool, bunches: Any) -> int:
+def _bunch(asked: Any, tables: Any, size: int, tiles: Any, is_a_tile_each: bool, bunches: Any) -> int:
     """Write what `CallRows.bunches` lists; return how many that are."""
-    last = 0
+    last, rows = 0, np.int64(asked[tiles[0, 0], 0] if len(tiles) > 0 else 0)
     bunches[0, 0], bunches[0, 1] = 0, 0
     for tile in range(1, len(tiles)):
-        link = 0
-        if is_decode:
+        link, length = 0, np.int64(asked[tiles[tile, 0], 0])
+        if is_a_tile_each:
             one, other = asked[tiles[tile - 1, 0]], asked[tiles[tile, 0]]
             whole = np.int64(min(one[1], other[1])) // KV_CHUNK
             while link * size < whole * KV_CHUNK and tables[one[2], link] == tables[other[2], link]:
                 link += 1
             link = min(whole, link * size // KV_CHUNK)
         shared = bunches[last, 1]
-        if link and tile - bunches[last, 0] < MOST_BUNCHED and (not shared or shared <= link <= 2 * shared):
+        has_room = tile - bunches[last, 0] < MOST_BUNCHED and rows + length <= QUERY_TILE
+        if link and has_room and (not shared or shared <= link <= 2 * shared):
             bunches[last, 1] = shared or link
+            rows += length
         else:
-            last += 1
+            last, rows = last + 1, length
             bunches[last, 0], bunches[last, 1] = tile, 0
     bunches[last + 1, 0], bunches[last + 1, 1] = len(tiles), 0
     return last + 2
@@ -85,7 +87,7 @@ _kernel = compile_kernel(_lay_out)
 def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> StepRows:
     """Implement `dispatch.lay_out`."""
     count, most, order = len(asked), len(asked) + num_rows // QUERY_TILE, _NO_ORDER
-    if count == num_rows:
+    if count == num_rows or asked[:, 0].max(initial=0) <= QUERY_TILE:
         order = np.argsort(block_tables[:, 0].take(asked[:, 2], mode="clip"), kind="stable")
     numbers, places = np.empty((4, count), np.int32), np.empty((2, num_rows), np.int32)
     tiles, bunches = np.empty((most, 2), np.int32), np.empty((most + 1, 2), np.int32)

@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
-WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
+WORKER_OPTIONS = (
+    "block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads",
+    "num_speculative_tokens", "prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens",
+)  # fmt: skip
 """Lists the keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
 
 SERVER_OPTIONS = ("num_cpus", "sync_timeout", "routed_experts")
