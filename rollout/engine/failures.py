@@ -39,9 +39,11 @@ def never_settled(sequence: Sequence, steps: int) -> WorkerStateError:
 
 def nothing_drawn(sequence: Sequence) -> NoTokenLeftError:
     """Return the error of a row of finite logits whose request leaves no token to choose."""
+    grammar = sequence.shared.grammar
+    constraint = "none" if grammar is None else grammar.why_none_may_follow(sequence.output_ids.tolist())
     return NoTokenLeftError(
         f"request {sequence.shared.request_id!r}: the logits at position {sequence.num_tokens - 1} of sample "
         f"{sequence.sample_index} are finite, but this request's parameters leave no token to choose: logit_bias, "
-        f"structured_outputs whose grammar allows none (or has become too large to follow), or "
+        f"structured_outputs ({constraint}), or "
         f"min_tokens={sequence.params.min_tokens} with all tokens among those that end a sample"
     )

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,11 +29,19 @@ MOST_KEPT = 64
 @dataclass(frozen=True, eq=False)
 class Grammar:
     """Holds a compiled grammar, at its beginning. accepting: tokens of the tokenizer, any of which is allowed where
-    the text may end. ending: those that end a sample of this request instead."""
+    the text may end. ending: those that end a sample of this request instead. width: tokens that the library knows."""
 
     start: LLMatcher
     accepting: tuple[int, ...]
     ending: tuple[int, ...]
+    width: int
+
+    def why_none_may_follow(self, output_ids: list[int]) -> str:
+        """Return in a line why no token may follow these of a sample: what the library says, where it has given up."""
+        place = self.start.deep_copy()
+        place.consume_tokens(output_ids)
+        place.compute_bitmask()
+        return place.get_error().partition("\n")[0] or "its grammar allows no token that the request does"
 
 
 class Grammars:
@@ -68,7 +77,7 @@ class Grammars:
             self._kept.move_to_end(asked.kind_and_text)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-            return Grammar(start, tuple(self._read.eos_tokens), ending)
+            return Grammar(start, tuple(self._read.eos_tokens), ending, self._read.vocab_size)
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
@@ -86,17 +95,15 @@ class Grammars:
                 "structured_outputs need a tokenizer of the kind PreTrainedTokenizerFast, by which the texts of all "
                 f"tokens are known; this worker has {given}"
             )
-        if len(tokenizer) > self._vocab_size:
-            raise RequestError(
-                f"structured_outputs need a tokenizer that fits the model: it has {len(tokenizer)} tokens, and the "
-                f"model gives logits of {self._vocab_size}"
-            )
         own = tokenizer.eos_token_id
-        ends = self._eos_token_ids or (() if own is None else (own,))
+        known = [token for token in self._eos_token_ids if token < len(tokenizer)]
+        ends = known or ([] if own is None else [own])
         if not ends:
             raise RequestError("structured_outputs need an end token, and neither model nor tokenizer names one")
+        # Gemma-3 1B's has a token more than there are logits, which no row ever chooses.
+        width = max(self._vocab_size, len(tokenizer))
         try:
-            return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=list(ends))
+            return from_tokenizer(tokenizer, n_vocab=width, eos_token=ends)
         except Exception as error:  # whatever the library can not read
             raise RequestError(f"structured_outputs can not read this worker's tokenizer: {error}") from error
 
@@ -122,6 +129,9 @@ def _source(kind: Kind, text: str) -> str:
         return LLMatcher.grammar_from_json_schema(text)
     if kind == "json_object":
         return LLMatcher.grammar_from_json_schema({"type": "object"})
+    if kind == "choice":  # as one terminal: of alternatives of a rule the library follows no more than 2,000
+        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        return grammar_from("lark", f"start: CHOICE\nCHOICE: {texts}")
     return grammar_from(kind, text)
 
 

@@ -56,15 +56,16 @@ def followed(grammars: Mapping[Sample, Grammar], before: Mapping[Sample, Matcher
 def rule_out_all_but(logits: torch.Tensor, rows: list[int], matchers: list[Matcher]) -> None:
     """Make impossible, in place, what the matchers of these rows do not allow; ``logits``: ``[R, V]``."""
     vocab = logits.shape[1]
-    bits = _allowed(matchers, ceil_div(vocab, _WORD))
+    bits = _allowed(matchers)
     forbidden = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab, bitorder="little").view(np.bool_)
     there = sent({"forbidden": forbidden}, logits.device)["forbidden"]
     for row, mask in zip(rows, there, strict=True):  # in place: a gather would copy the rows twice
         logits[row].masked_fill_(mask, float("-inf"))
 
 
-def _allowed(matchers: list[Matcher], words: int) -> Bits:
+def _allowed(matchers: list[Matcher]) -> Bits:
     """Return a bit a token, ``[rows, words]``; none where a grammar has become too much for the library."""
+    words = ceil_div(max(one.grammar.width for one in matchers), _WORD)
     bits = np.zeros((len(matchers), words), np.int32)
     _executor(torch.get_num_threads()).unsafe_compute_mask_ptr(
         [(one.place, row) for row, one in enumerate(matchers)], bits.ctypes.data, words * bits.itemsize, len(bits)

@@ -157,6 +157,35 @@ def test_a_sample_goes_on_over_an_update_of_the_weights(worker: RolloutWorker) -
     assert re.fullmatch("[ab]{150}", handle.result().samples[0].text)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5000])
+def test_a_choice_of_any_number_of_texts_is_kept_to(worker: RolloutWorker, count: int) -> None:
+    """One of very many texts is chosen, with whatever characters are in them."""
+    choice = [f'{chr(97 + number % 26)}{number}|"é\\😀\n/' for number in range(count)]
+    assert set(texts(worker, asked(n=4, choice=choice))) <= set(choice)
+    texts_with_one_beginning = ["a", "ab", "abc"]
+    assert set(texts(worker, asked(n=32, choice=texts_with_one_beginning))) == set(texts_with_one_beginning)
+
+
+@pytest.mark.parametrize("logits", [200, 224, 250])
+def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logit_of(logits: int) -> None:
+    """Gemma-3 1B's has: the tokens that are left are chosen from, and the model's end token may be one of no text."""
+    assert logits < len(TOKENIZER)
+    with RolloutWorker(policy(vocab_size=logits, eos_token_id=5), tokenizer=TOKENIZER) as narrow:
+        assert re.fullmatch("[ab]{5}", texts(narrow, asked(regex="[ab]{5}"))[0].strip(TOKENIZER.decode([5])))
+    wide = len(TOKENIZER) + 7
+    with RolloutWorker(policy(vocab_size=wide, eos_token_id=wide - 1), tokenizer=TOKENIZER) as padded:
+        [output] = padded.generate([[1]], asked(regex="[ab]{5}"))
+    assert output.samples[0].token_ids[-1] == wide - 1
+
+
+def test_a_grammar_that_becomes_too_large_fails_by_the_librarys_reason(worker: RolloutWorker) -> None:
+    """A grammar of thousands of optional properties can be compiled, and not followed."""
+    names = {f"{chr(97 + number % 26)}{number}": {"type": "integer"} for number in range(600)}
+    schema = {"type": "object", "properties": names, "additionalProperties": False}
+    with pytest.raises(NoTokenLeftError, match=r"structured_outputs \(.*items; max is 2000"):
+        worker.generate([[1]], asked(json=schema))
+
+
 def test_end_tokens_that_the_request_names_end_it(worker: RolloutWorker) -> None:
     """A request that ignores the model's end tokens ends by those that it names, as TRL asks."""
     constraint = StructuredOutputsParams(regex="ab")
@@ -225,15 +254,9 @@ def test_parameters_are_copies_that_travel() -> None:
 
 
 def test_a_worker_that_can_compile_none_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is refused by name without tokenizer, with one that does not fit the model, and without the library;
-    others run."""
+    """A request is refused by name without tokenizer, and without the library; others run."""
     with RolloutWorker(policy()) as bare, pytest.raises(RequestError, match="this worker has none"):
         bare.submit([1], asked(regex="a"))
-    with (
-        RolloutWorker(policy(vocab_size=200, eos_token_id=5), tokenizer=TOKENIZER) as narrow,
-        pytest.raises(RequestError, match=f"it has {len(TOKENIZER)} tokens, and the model gives logits of 200"),
-    ):
-        narrow.submit([1], asked(regex="a"))
     for name in [name for name in sys.modules if name.split(".")[0] == "llguidance"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llguidance", None)
