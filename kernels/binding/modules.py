@@ -32,7 +32,7 @@ from samebit.kernels.layout.forward_context import (
 from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.norm import layer_norm, rms_norm
 from samebit.kernels.ops.rope import QueryFactors, RotaryTables, angles_of, rotary_tables
-from samebit.kernels.ops.score_arguments import check_not_compiled
+from samebit.kernels.ops.score_arguments import check_no_tangents, check_not_compiled
 
 KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
@@ -147,6 +147,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     installed = installed_context()
     _refuse_unsupported(ids, kwargs)
     if installed is None:
+        check_no_tangents("a bound model")
         _refuse_unread(self.config, kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
     positions = positions_of_text(positions, mask) if self.samebit.wrapped else positions

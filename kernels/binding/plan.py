@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -171,6 +172,7 @@ class Plan:
         Raises:
             BindingError: one that no rule knows, or that is not exact, by name.
         """
+        self._check_weights(name, module)
         rules = (
             self._with_the_model, self._of_adapters, self._of_attention, self._of_mixers, self._of_angles,
             self._of_embedding, self._of_experts, self._rowwise, self._without_binding,
@@ -180,6 +182,16 @@ class Plan:
             if found is not None:
                 return None if found is _NOTHING else found
         raise BindingError(f"{self.family.prefix}: {name} is a {type(module).__name__}, which is not bound exactly")
+
+    def _check_weights(self, name: str, module: nn.Module) -> None:
+        """Check that weights are parameters: kernels read them, and no hook runs that would make them anew."""
+        made = [key for key in ("weight", "bias") if isinstance(vars(module).get(key), torch.Tensor)]
+        if made and module not in self.unreached:
+            raise BindingError(
+                f"{self.family.prefix}: the {made[0]} of {name} is no parameter but made anew before each call, as by "
+                "torch.nn.utils.prune, weight_norm or spectral_norm, which is not bound exactly: make it a parameter "
+                "first (prune.remove, remove_weight_norm, remove_spectral_norm)"
+            )
 
     def _with_the_model(self, _name: str, module: nn.Module) -> Attachment | None:
         """Leave the decoder and what is around it to `of_model`; nothing reaches modules of vision."""

@@ -1,10 +1,12 @@
-"""Check what a caller says about a score: which token ids, at which temperatures, and that nobody compiles it."""
+"""Check what a caller says about a score: which token ids, at which temperatures, and that nobody compiles it or asks
+for tangents."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # loads nothing of torch._dynamo
+from torch.autograd import forward_ad
 
 from samebit.kernels.layout.shape_checks import check_readable
 
@@ -20,6 +22,16 @@ def check_not_compiled(what: str) -> None:
             f"{what} is called inside of a function that torch.compile compiles, where it does not keep its bits: call "
             "it outside and compile what follows, or put the call into a function that is decorated with "
             "torch.compiler.disable"
+        )
+
+
+def check_no_tangents(what: str) -> None:
+    """Raise ValueError inside of a `torch.autograd.forward_ad.dual_level`: kernels would drop the tangents of weights
+    that need no gradient, where torch would raise for others."""
+    if forward_ad._current_level >= 0:
+        raise ValueError(
+            f"{what} is called inside of torch.autograd.forward_ad.dual_level: its kernels have gradients, by "
+            "backward(), and no tangents"
         )
 
 

@@ -46,7 +46,7 @@ def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) ->
     config.dtype = dtype or config.dtype or _stored_dtype(folder)
     config.tie_word_embeddings = config.tie_word_embeddings and not _holds_untied(folder, _manifest(config))
     with no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        module = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
     module.tie_weights()
     _keep_float32(module)
     apply_weights(module, folder, cast=True, dequantize=dequantize)
@@ -65,7 +65,7 @@ def _config(folder: Path) -> Any:
 
 def _manifest(config: Any) -> Manifest:
     with torch.device("meta"):
-        return Manifest.of(AutoModelForCausalLM.from_config(config))
+        return Manifest.of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
 def _holds_untied(folder: Path, manifest: Manifest) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -201,6 +202,38 @@ def test_a_model_that_is_not_what_was_bound_is_refused_by_whoever_uses_it(name: 
             with pytest.raises(BindingError, match=message) as caught:
                 use()
         assert "samebit.kernels.bind" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"])
+@pytest.mark.parametrize(
+    ("make", "undo"),
+    [
+        (lambda part: prune.l1_unstructured(part, "weight", 0.5), lambda part: prune.remove(part, "weight")),
+        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    ],
+    ids=["prune", "spectral norm"],
+)
+def test_weights_that_are_made_before_each_call_are_refused_until_they_are_parameters(
+    part: str, make: Callable[[nn.Module], object], undo: Callable[[nn.Module], object]
+) -> None:
+    model = make_model("Llama", tie_word_embeddings=False)
+    make(model.get_submodule(part))
+    with pytest.raises(BindingError, match=rf"the weight of {part} is no parameter .*prune\.remove"):
+        bind(model)
+    undo(model.get_submodule(part))
+    token_logprobs(bind(model), IDS)
+
+
+def test_tangents_are_refused_by_name() -> None:
+    """Forward-mode differentiation of frozen weights would otherwise give none, without a word."""
+    model = bind(make_model("Llama")).requires_grad_(False)
+    with forward_ad.dual_level():
+        for call in (lambda: token_logprobs(model, IDS), lambda: model(input_ids=IDS)):
+            with pytest.raises(ValueError, match="no tangents"):
+                call()
+        with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+            assert len(worker.generate([[1, 2, 3]], FEW)) == 1
+    token_logprobs(model, IDS)
 
 
 def test_a_change_that_is_undone_is_forgotten() -> None:

@@ -262,6 +262,11 @@ def test_a_copy_of_a_bound_model_has_adapters_of_its_own(policy: PeftModel) -> N
         assert torch.equal(token_logprobs(policy, IDS), expected)
 
 
+def test_what_merge_and_unload_gives_says_what_becomes_of_it(policy: PeftModel) -> None:
+    with pytest.raises(BindingError, match=r"merge_and_unload\(\) gave is to be saved and loaded"):
+        token_logprobs(copy.deepcopy(policy).merge_and_unload(), IDS)
+
+
 def test_adapters_that_come_and_go_after_bind(policy: PeftModel) -> None:
     model = copy.deepcopy(policy)
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:

@@ -92,7 +92,7 @@ class PeftAdapters:
                 raise BindingError(
                     f"the adapter {merged} is merged into {name}: merged weights are another policy, and no log-"
                     "probability of theirs is that of the adapter. Call unmerge_adapter(), which restores the weights "
-                    "but for rounding"
+                    "but for rounding; what merge_and_unload() gave is to be saved and loaded as a model of its own"
                 )
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from samebit.kernels.layout.forward_context import ForwardContext, training_cont
 from samebit.kernels.ops.score_arguments import (
     check_ids,
     check_in_vocabulary,
+    check_no_tangents,
     check_not_compiled,
     check_temperatures,
     temperatures_of,
@@ -49,7 +50,7 @@ def token_logprobs(
     Raises:
         ValueError: a model that is not bound, shapes that do not match, ids outside the vocabulary, a temperature that
             is not positive and finite; results that FSDP2 has cast to another dtype (``output_dtype``); a call inside
-            of a function that torch.compile compiles.
+            of a function that torch.compile compiles, or of a level of forward-mode differentiation.
         TypeError: ids or positions that are no integers, a mask that is no tensor.
         BindingError: the model's modules are not those that were bound, by name.
     """
@@ -84,6 +85,7 @@ def token_scores(
         ValueError, TypeError, BindingError: as `token_logprobs`, and for a mask of another shape.
     """
     check_not_compiled("token_logprobs")
+    check_no_tangents("token_logprobs")
     binding = _binding_of_replica(model)
     check_ids("input_ids", input_ids)
     if input_ids.dim() != 2:

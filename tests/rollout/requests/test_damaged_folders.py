@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,12 +125,20 @@ def test_a_damaged_folder_is_refused_in_one_line(
         assert lines[0].startswith(f"samebit {command[0]}: ")
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model_type": "its own", "auto_map": {"AutoConfig": "its_own.Config"}},
+        {"model_type": "clip", "auto_map": {"AutoModelForCausalLM": "its_own.Config"}},
+    ],
+    ids=["config", "model"],
+)
 def test_code_of_a_folder_is_never_run_and_nobody_is_asked(
-    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
 ) -> None:
     folder, ran = tmp_path / "model", tmp_path / "ran"
     shutil.copytree(healthy, folder)
-    setting(model_type="its own", auto_map={"AutoConfig": "its_own.Config"})(folder)
+    setting(**named)(folder)
     writing("its_own.py", f"open({str(ran)!r}, 'w').close()\nclass Config: pass\n")(folder)
     monkeypatch.setattr("builtins.input", lambda *shown: "y")
     with pytest.raises(ModelLoadError):
