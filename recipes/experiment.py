@@ -61,19 +61,12 @@ class Seed:
 
     @property
     def config(self) -> RolloutConfig:
-        return RolloutConfig(
-            device=self.settings.device,
-            kv_cache_gb=self.settings.kv_cache_gb,
-            max_num_seqs=self.settings.max_num_seqs,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            seed=self.seed + _APART * self.steps_done,
-        )
+        return self.settings.worker_config(self.seed + _APART * self.steps_done)
 
     @property
     def params(self) -> SamplingParams:
         """Return the sampling parameters of the groups that are learned from."""
-        settings = self.settings
-        return SamplingParams(n=settings.samples, temperature=settings.temperature, max_tokens=settings.max_tokens)
+        return self.settings.sampling_params()
 
     def batches(self) -> Iterator[list[Problem]]:
         """Yield the problems of each step, from the first that is not done."""

@@ -11,6 +11,7 @@ import torch
 
 from samebit.recipes.boards import BOARDS
 from samebit.recipes.problem import MARKER
+from samebit.rollout import RolloutConfig, SamplingParams
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
@@ -104,6 +105,22 @@ class Settings:
             raise ValueError("--samples must be at least 2: the advantage of a group of one is always zero")
         if self.temperature <= 0:
             raise ValueError("--temperature must be positive: greedy samples of one prompt are all equal")
+        self.worker_config(seed=0)
+        self.sampling_params()
+
+    def worker_config(self, seed: int) -> RolloutConfig:
+        """Return how the worker is configured, its random numbers by `seed`."""
+        return RolloutConfig(
+            device=self.device,
+            kv_cache_gb=self.kv_cache_gb,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            seed=seed,
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of the groups that are learned from."""
+        return SamplingParams(n=self.samples, temperature=self.temperature, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,9 @@ def build(task: Task, given: argparse.Namespace) -> Any:
     Raises:
         ValueError: sizes of a step that do not go together, or with the prompts that there are, by name.
     """
+    for name in ("steps", "prompts", "samples", "micro_batch", "max_tokens", "eval_every"):
+        if vars(given)[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {vars(given)[name]}")
     samples = given.prompts * given.samples
     if samples % given.micro_batch:
         raise ValueError(f"--micro-batch {given.micro_batch} does not divide {samples}, the samples of a step")

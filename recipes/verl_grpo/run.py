@@ -88,9 +88,12 @@ def look_at_options(run: Run, console: Console) -> int | None:
 
     console.print("looking at the options, for which verl is imported", highlight=False)
     try:
-        wanted: int | None = checked(run).trainer.total_training_steps
+        trainer = checked(run).trainer
     except OptionError as error:
         sys.exit(f"error: {error}")
+    if "file" not in trainer.logger:
+        sys.exit(f"error: trainer.logger={trainer.logger} lacks 'file', which the table and the figure are made from")
+    wanted: int | None = trainer.total_training_steps
     return wanted
 
 

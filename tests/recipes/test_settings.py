@@ -44,6 +44,9 @@ def test_given_options_arrive_with_their_types() -> None:
         (["--columns", "prompt"], "--columns must be two names"),
         (["--answer-after", ""], "--answer-after must not be empty"),
         (["--save-every", "-1"], "--save-every must be at least 0"),
+        (["--max-num-seqs", "5000"], "max_num_batched_tokens"),
+        (["--kv-cache-gb", "0"], "kv_cache_gb must be"),
+        (["--temperature", "1e-5"], "temperature must be"),
         (["--in-flight", "wait"], "unrecognized arguments"),
     ],
 )

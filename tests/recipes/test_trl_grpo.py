@@ -110,6 +110,8 @@ def test_each_of_the_trainers_end_tokens_ends_an_answer(trainer: str, model: Pat
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--micro-batch", "0"], "--micro-batch must be at least 1, got 0"),
+        (["--eval-every", "0"], "--eval-every must be at least 1, got 0"),
         (["--micro-batch", "3"], "--micro-batch 3 does not divide 8"),
         (["--prompts", "9"], r"--prompts 9: 8 are left for training of .*sums\.jsonl"),
         (["--prompts", "9", "--trainer", "rloo"], "--prompts 9: 8 are left for training of"),

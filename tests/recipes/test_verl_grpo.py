@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow.parquet
@@ -204,6 +205,10 @@ def test_options_travel_as_they_are_written(tmp_path: Path, built: list[tuple[sh
     assert (config.trainer.test_freq, config.trainer.note, config.trainer.total_training_steps) == (7, "mine", 2)
     assert config.actor_rollout_ref.rollout.custom.block_size == 32
     assert run.look_at_options(asked, Console()) == 2
+    for logger, ends in (("[console,wandb]", True), ("[file,wandb]", False), ("file", False)):
+        given = run.prepared("small", tmp_path, 16, (f"trainer.logger={logger}",))
+        with pytest.raises(SystemExit, match="lacks 'file'") if ends else nullcontext():
+            run.look_at_options(given, Console())
 
 
 def test_what_verl_does_before_its_first_step_is_told(tmp_path: Path) -> None:

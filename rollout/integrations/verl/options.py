@@ -291,9 +291,12 @@ def _dtype(name: str) -> str:
     return DTYPES[name]
 
 
-def warn_about_the_rest(rollout: Any, engine: Mapping[str, Any]) -> None:
-    """Name what is given and has no meaning here. engine: verl's options of the actor's engine."""
+def warn_about_the_rest(rollout: Any, engine: Mapping[str, Any], *, adapted: bool = False) -> None:
+    """Name what is given and has no meaning here. engine: verl's options of the actor's engine. adapted: an adapter is
+    trained, whose base model verl then sends or not by `load_format`."""
     usual = _NOT_HONOURED | (_OF_A_BROADCAST if rollout.checkpoint_engine.backend == "naive" else {})
+    if adapted:
+        usual = {name: default for name, default in usual.items() if name != "load_format"}
     if get_device_name() == "cuda":
         replaced = (rollout.custom or {}).keys() & _POOL_SIZES
         honoured = _OF_A_GPU[1:] if replaced else _OF_A_GPU
@@ -304,6 +307,12 @@ def warn_about_the_rest(rollout: Any, engine: Mapping[str, Any]) -> None:
     given += [f"actor.fsdp_config.{name}=True" for name in _OF_ENTROPY if engine.get(name)]
     if given:
         logger.warning("rollout.name=samebit has no use for: %s", ", ".join(given))
+    if rollout.repetition_penalty != 1.0:
+        logger.warning(
+            "rollout.repetition_penalty=%s has an effect only in an agent loop of yours that asks for none itself: "
+            "verl's own ask for 1.0 in each request",
+            rollout.repetition_penalty,
+        )
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         logger.warning(
             "rollout.max_num_batched_tokens=%d is raised to rollout.max_num_seqs=%d: a step has a token of each",

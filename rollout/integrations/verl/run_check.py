@@ -76,10 +76,12 @@ def check_options(config: Any) -> ServerOptions | None:
     check_exact(run.model, engine)
     if _has_reference_policy(config):
         _check_reference(run)
+    if options.adapter is not None:
+        _check_base(config, rollout.dtype, engine.get("model_dtype"))
     _check_sampling(rollout)
     _refuse(config, rollout.checkpoint_engine, engine)
     _check_slots(config)
-    warn_about_the_rest(rollout, engine)
+    warn_about_the_rest(rollout, engine, adapted=options.adapter is not None)
     return options
 
 
@@ -149,6 +151,22 @@ def _check_reference_dtype(run: Any) -> None:
             f"the actor computes in {actor} (actor.{option}), its reference policy in {reference} (ref.{option}, by "
             "verl's default bf16): their KL divergence would be one of roundings, and not 0 where they are the same "
             f"policy; set ++actor_rollout_ref.ref.{option}={actor}"
+        )
+
+
+def _check_base(config: Any, computed: str, loaded: str | None) -> None:
+    """Check that the model under an adapter is the servers' where these read it from its folder: verl loads it in
+    `model_dtype`, whatever the dtype that it computes in."""
+    rounds = DTYPES.get(str(loaded)) == "bfloat16" and DTYPES.get(computed) != "bfloat16"
+    load_format = str(OmegaConf.select(config, "actor_rollout_ref.rollout.load_format"))
+    given = [] if "dummy" in load_format else [f"rollout.load_format={load_format}"]
+    given += ["servers of their own"] if _has_servers_apart(config) else []
+    if rounds and given:
+        raise ValueError(
+            f"model.lora_rank > 0 with {' and '.join(given)}: servers read the base model from model.path in "
+            f"{computed}, and actor.fsdp_config.model_dtype={loaded} rounds the trainer's. Set "
+            "actor.fsdp_config.model_dtype=fp32, or let the trainer send it (rollout.load_format=dummy, with servers "
+            "that share its resources)"
         )
 
 

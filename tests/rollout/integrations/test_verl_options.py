@@ -132,6 +132,7 @@ def test_another_rollout_is_not_looked_at(tmp_path: Path) -> None:
 
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PARAM_DTYPE = "fsdp_config.mixed_precision.param_dtype"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,34 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def test_what_a_trainer_or_server_would_refuse_is_refused_at_the_start(folder: Path, change: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_run(composed(folder, change))
+
+
+def test_an_adapters_base_model_is_the_servers_where_they_read_it_themselves(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An adapter's base model that the trainer rounds is refused where servers read it from the folder in float32."""
+    lora, read = "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.load_format=safetensors"
+    narrow = f"{ACTOR}.fsdp_config.model_dtype=bf16"
+    apart = ("+rollout.nnodes=1", f"{ROLLOUT}.checkpoint_engine.backend=samebit")
+    for changes in ((read,), apart):
+        with pytest.raises(ValueError, match="model_dtype=bf16 rounds the trainer's"):
+            check_run(composed(folder, lora, narrow, *changes))
+        check_run(composed(folder, lora, *changes))
+    check_run(composed(folder, lora, narrow))
+    check_run(composed(folder, lora, narrow, read, f"{ACTOR}.{PARAM_DTYPE}=bf16", f"{ROLLOUT}.dtype=bfloat16"))
+    with caplog.at_level(logging.WARNING):
+        check_run(composed(folder, lora, read))
+        assert "load_format" not in caplog.text
+        check_run(composed(folder, read))
+    assert "has no use for: rollout.load_format=safetensors" in caplog.text
+
+
+def test_a_repetition_penalty_is_said_to_be_for_loops_that_ask_for_none(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_run(composed(folder, f"++{ROLLOUT}.repetition_penalty=1.3"))
+    assert "rollout.repetition_penalty=1.3 has an effect only in an agent loop of yours" in caplog.text
 
 
 def test_the_engine_of_a_reference_policy_is_checked_where_there_is_one(folder: Path) -> None:
