@@ -6,8 +6,8 @@ same functions.
 
 The way down, each floor importing only those below it: `binding` puts `ops` into a Hugging Face model; `ops` checks and
 calls, through `ops.dispatch` alone, `cpu` or `triton`, which know nothing of each other; both read `layout`.
-`openmp` sets up threads before torch is loaded, `libgomp` knows which processors these are bound to, `team` has threads
-for a worker's kernels. Imports nothing of `samebit.rollout` or `samebit.weight_sync`.
+`openmp` sets up threads before torch is loaded, `openmp_runtimes` knows which processors these are bound to, `team` has
+threads for a worker's kernels. Imports nothing of `samebit.rollout` or `samebit.weight_sync`.
 
 Axis letters, here and in all kernels:
 

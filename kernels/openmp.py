@@ -28,7 +28,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from samebit.kernels.libgomp import VARIABLES, on_all_places, runtimes
+from samebit.kernels.openmp_runtimes import VARIABLES, on_all_places, runtimes
 
 with on_all_places():  # Numba counts the processors of the thread that imports it
     import numba

@@ -106,8 +106,8 @@ def _at_least(least: int, text: str) -> int:
 def _load_openmp(own: bool) -> None:
     """Load OpenMP before torch does; start over where a process of our own had not said how idle threads wait."""
     with _collecting_no_garbage():
-        from samebit.kernels.libgomp import leave_place
         from samebit.kernels.openmp import ENVIRONMENT
+        from samebit.kernels.openmp_runtimes import leave_place
 
     if own and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.update(ENVIRONMENT | dict(os.environ))

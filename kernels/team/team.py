@@ -4,7 +4,7 @@ Invariants
 ----------
 * A team belongs to the thread that makes it: in that thread alone `share_out` finds it.
 * The first thread is not bound: threads that it starts later, for other libraries, would inherit that. Where OpenMP
-  has bound it, it has left its place before (`libgomp.leave_place`).
+  has bound it, it has left its place before (`openmp_runtimes.leave_place`).
 * Where the system refuses to bind a thread, it runs where it did.
 """
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numba
 import torch
 
-from samebit.kernels.libgomp import leave_place, places
 from samebit.kernels.openmp import release_idle_threads, start_pool
+from samebit.kernels.openmp_runtimes import leave_place, places
 from samebit.kernels.team.team import Team, teams_run_here
 from samebit.weight_sync.transports.container import ROOT, processors
 

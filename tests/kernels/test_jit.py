@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from samebit.kernels import openmp
-from samebit.kernels.libgomp import runtimes
+from samebit.kernels.openmp_runtimes import runtimes
 
 from ..forks import python
 from ..patience import HANG
@@ -248,7 +248,7 @@ def test_no_parallel_operation_of_the_trainer_holds_another_one() -> None:
     it to the thread in which that is.)
     """
     script = """
-from samebit.kernels.libgomp import runtimes
+from samebit.kernels.openmp_runtimes import runtimes
 import torch
 from samebit.kernels.ops.linear import linear
 linear(torch.randn(3, 8), torch.randn(4, 8))

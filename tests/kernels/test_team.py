@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebit.kernels.libgomp import VARIABLES
 from samebit.kernels.openmp import process_environment
+from samebit.kernels.openmp_runtimes import VARIABLES, runtimes
 from samebit.kernels.team import team as teams
 from samebit.kernels.team.places import SIBLINGS, places_of, processors_in, siblings_of
 from samebit.kernels.team.sharing import functions
@@ -293,13 +294,15 @@ def test_workers_are_bound_while_a_rollout_worker_generates_and_not_afterwards(f
     assert len(set(bound)) == len(bound)
 
 
-def bound_by_openmp(variable: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def bound_by_openmp(
+    variable: str, script: str, *arguments: str, preloaded: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a script where this variable, given as NAME=VALUE, has OpenMP bind threads, and none says how many."""
     counts = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
     others = {name: value for name, value in os.environ.items() if name not in (*counts, *VARIABLES)}
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        env=others | dict([variable.split("=", 1)]),
+        env=others | dict([variable.split("=", 1)]) | ({} if preloaded is None else {"LD_PRELOAD": str(preloaded)}),
         check=True, text=True, capture_output=True, timeout=HANG,
     )  # fmt: skip
 
@@ -320,6 +323,23 @@ def test_a_worker_has_the_processors_of_all_places_of_openmp(first: str, variabl
     assert places["samebit-generation"] == PROCESSORS
     assert len(bound) == len(set(bound)) == threads - 1
     assert "RuntimeWarning" not in done.stderr
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
+@pytest.mark.parametrize("name", ["libiomp5.so", "libomp.so.5"])
+def test_a_runtime_of_another_name_that_is_preloaded_is_asked_for_its_places(name: str, tmp_path: Path) -> None:
+    """A preloaded runtime, as PyTorch's and Accelerate's launchers preload Intel's, binds the thread that loads it: a
+    worker's threads leave that place. (A copy of libgomp under their names.)
+    """
+    preloaded = Path(shutil.copy(runtimes()[0]._name, tmp_path / name))
+    threads = len(PROCESSORS)
+    arguments = ("samebit", str(threads), str(MODELS))
+    done = bound_by_openmp("OMP_PROC_BIND=close", WHERE_OPENMP_BINDS, *arguments, preloaded=preloaded)
+    counted, places = json.loads(done.stdout)
+    bound = [processor for name in places if name.startswith("samebit-compute") for processor in places[name]]
+    assert counted == threads
+    assert places["samebit-generation"] == PROCESSORS
+    assert len(bound) == len(set(bound)) == threads - 1
 
 
 @pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")

@@ -32,7 +32,7 @@ from .imports import (
 # Per package: its rooms, from the ground up. A module imports from its own floor and from those below it.
 FLOORS = {
     "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
-    "samebit.kernels": ["libgomp", "openmp team", "layout", "cpu triton", "ops", "binding"],
+    "samebit.kernels": ["openmp_runtimes", "openmp team", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
         "errors checks guard keys publishing",
         "structured_outputs",

@@ -5,25 +5,29 @@ place the thread that loads it and, at its first parallel operation, each other 
 rest of the process does not: what a bound thread starts, threads of Python and processes, has its one place, and what
 counts processors there (Numba, another copy of libgomp) finds those of one place.
 
-For libgomp on Linux: without its list of what is loaded, or with another runtime, nothing is found and nothing done.
+Intel's and LLVM's runtimes, of which one answers for all where it is preloaded, do so by KMP_AFFINITY.
+
+For Linux: without its list of what is loaded nothing is found and nothing done.
 """
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Names those of the environment that have threads bound."""
 
 _MAPS = Path("/proc/self/maps")
+_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*$")
 
 
 @cache
 def runtimes() -> tuple[ctypes.CDLL, ...]:
-    """List every libgomp of this process that can pause (OpenMP 5.0), as of the first call; none where there is no such
+    """List every runtime of this process that can pause (OpenMP 5.0), as of the first call; none where there is no such
     list."""
     return _loaded()
 
@@ -53,7 +57,7 @@ def on_all_places() -> Iterator[frozenset[int]]:
 def leave_place() -> None:
     """Let the calling thread, and what it starts from now on, run on all `places`.
 
-    libgomp binds a thread once: at its first parallel operation or, as here, when it is asked for the thread's place.
+    A runtime binds a thread once: at its first parallel operation or, as here, when it is asked for the thread's place.
     """
     for runtime in runtimes():
         runtime.omp_get_place_num()
@@ -64,7 +68,8 @@ def leave_place() -> None:
 def _loaded() -> tuple[ctypes.CDLL, ...]:
     if not _MAPS.exists():
         return ()
-    mapped = (line.split(maxsplit=5)[-1] for line in os.fsdecode(_MAPS.read_bytes()).splitlines() if "libgomp" in line)
+    lines = os.fsdecode(_MAPS.read_bytes()).splitlines()
+    mapped = (line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line))
     paths = sorted({path for path in mapped if Path(path).is_file()})  # else it was replaced: "... (deleted)"
     return tuple(lib for lib in map(ctypes.CDLL, paths) if hasattr(lib, "omp_pause_resource_all"))
 
