@@ -3,10 +3,10 @@
 Invariant: an element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs
 come from: the rows of this call or the window of those before it. Inputs before position 0 are left out.
 
-A window holds the input of a position p in its row ``p % (K - 1)``: what a decode step keeps takes the place of what no
-later step reads, and nothing moves.
+A window holds the input of a position p in its row ``p % R``: what a decode step keeps takes the place of what no later
+step reads, and nothing moves. That of a block boundary holds it in row ``p % R - (R - K + 1)``.
 
-T tokens, S sequences, W channels, K taps.
+T tokens, S sequences, W channels, K taps, R rows of a window: K - 1, or more (`samebit.kernels.layout.states.memory`).
 """
 
 from typing import Any, NamedTuple
@@ -54,10 +54,11 @@ class Layout(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Holds the last inputs of each slot, and those as of the last multiple of ``grid``; 0 for a call without. And
+    """Holds R, the last inputs of each slot, and those as of the last multiple of ``grid``; 0 for a call without. And
     (sequence, position, checkpoint) of each capture, and the windows of checkpoints."""
 
     grid: int
+    rows: int
     now: Any
     of_block: Any
     captures: Any
@@ -84,7 +85,7 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
         tensors: addresses of x and its stride, of weight, bias and out.
         sizes: T, W, K, and 1 where silu follows, otherwise 0.
         layout: address of what `Layout` holds; number of sequences.
-        memory: the grid of `Windows`, addresses of the windows now and of a block.
+        memory: the grid of `Windows`, R, addresses of the windows now and of a block.
         captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
         kinds: numbers of the types of x, weight and bias.
     """
@@ -92,7 +93,7 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
     rows, width, taps, silu = sizes
     kind, weight_kind, bias_kind = kinds
     layout_at, sequences = layout
-    grid, now_at, of_block_at = memory
+    grid, kept, now_at, of_block_at = memory
     captures_at, num_captures, captured_at = captures
     few = rows <= _FEW_ROWS
     cut = Sizes(rows, width, taps, silu, 1 if few else _PARTS, threads if few else 1)
@@ -102,7 +103,7 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
     )  # fmt: skip
     rows_of = Layout(integers(layout_at, 4 * sequences), sequences)
     windows = Windows(
-        grid, elements(now_at, NO_END, kind), elements(of_block_at, NO_END, kind),
+        grid, kept, elements(now_at, NO_END, kind), elements(of_block_at, NO_END, kind),
         integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind),
     )  # fmt: skip
     out = elements(out_at, rows * width, kind)
@@ -145,7 +146,7 @@ def _conv_rows(item: int, sizes: Any, inputs: Any, layout: Any, windows: Any, ou
     for sequence in range(sequences):
         begin, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
         for row in range(max(above, begin), min(below, begin + of[sequences + sequence])):
-            missing = _find_inputs(inputs, windows.now, sizes, row, row - begin, start, slot, first, sources)
+            missing = _find_inputs(inputs, windows, sizes, row, row - begin, start, slot, first, sources)
             _conv_row(filters, sources, missing, sizes.silu, out[row * width + first : row * width + last])
         if parts == 1 and windows.grid > 0:
             _keep_window(sequence, sizes, inputs, layout, windows, first, last)
@@ -156,15 +157,15 @@ def _find_inputs(
     inputs: Any, windows: Any, sizes: Any, row: int, within: int, start: int, slot: int, first: int, sources: Any
 ) -> int:
     """Write where the inputs of a row's taps lie, from the channel ``first`` on; return how many taps have none."""
-    size, missing = sizes.taps - 1, 0
+    size, kept, now, missing = sizes.taps - 1, windows.rows, windows.now, 0
     for k in range(sizes.taps):
         offset = within - size + k
         if offset >= 0:
             place = (row - size + k) * inputs.stride + first
             sources[k] = inputs.x.ctypes.data + place * inputs.x.itemsize
         elif start + offset >= 0:
-            place = (slot * size + (start + offset) % size) * sizes.width + first
-            sources[k] = windows.ctypes.data + place * windows.itemsize
+            place = (slot * kept + (start + offset) % kept) * sizes.width + first
+            sources[k] = now.ctypes.data + place * now.itemsize
         else:
             missing = k + 1
     return missing
@@ -253,30 +254,31 @@ def _keep_window(sequence: int, sizes: Any, inputs: Any, layout: Any, windows: A
     """Keep a sequence's inputs where captures want them, before its last block boundary, and before the call's end, in
     the channels from the ``first`` to before the ``last``."""
     of, sequences = layout
-    grid, now, of_block, captures, captured = windows
+    grid, rows, now, of_block, captures, captured = windows
     size = sizes.taps - 1
     row, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
     end, held = start + of[sequences + sequence], size * sizes.width
-    window = now[slot * held : (slot + 1) * held]
-    call = row, start, window, sizes.width, size, first, last
+    window = now[slot * rows * sizes.width : (slot + 1) * rows * sizes.width]
+    call = row, start, window, sizes.width, rows, first, last
     for c in range(0, len(captures), 3):
         if captures[c] == sequence:
             kept = captured[captures[c + 2] * held : (captures[c + 2] + 1) * held]
-            _copy_inputs(inputs, call, max(captures[c + 1] - size, 0), captures[c + 1], kept)
+            _copy_inputs(inputs, call, max(captures[c + 1] - size, 0), captures[c + 1], kept, rows - size)
     boundary = end // grid * grid
     if boundary > start:
         kept = of_block[slot * held : (slot + 1) * held]
-        _copy_inputs(inputs, call, max(boundary - size, 0), boundary, kept)
-    _copy_inputs(inputs, call, max(end - size, start), end, window)
+        _copy_inputs(inputs, call, max(boundary - size, 0), boundary, kept, rows - size)
+    _copy_inputs(inputs, call, max(end - rows, start), end, window, 0)
 
 
 @inlined_part
-def _copy_inputs(inputs: Any, call: Any, begin: int, end: int, target: Any) -> None:
-    """Copy the inputs of the positions from ``begin`` to before ``end`` to where a window holds them."""
-    row, start, window, width, size, first, last = call
+def _copy_inputs(inputs: Any, call: Any, begin: int, end: int, target: Any, missing: int) -> None:
+    """Copy the inputs of the positions from ``begin`` to before ``end`` to where a window holds them, or what is that
+    without its first ``missing`` rows."""
+    row, start, window, width, rows, first, last = call
     for position in range(begin, end):
-        at = position % size * width
-        kept = target[at + first : at + last]
+        at = position % rows * width
+        kept = target[at - missing * width + first : at - missing * width + last]
         if position >= start:
             at = (row + position - start) * inputs.stride
             _copy(inputs.x[at + first : at + last], kept)
@@ -299,16 +301,16 @@ def conv_forward(
     x, stride = with_unit_stride(x)
     weight, bias = weight.contiguous(), bias.contiguous()
     out = (x.new_empty if context.covers_all_rows else x.new_zeros)(rows, width)
-    windows, block_windows, captures, kept, grid = 0, 0, context.captured_at, 0, 0
+    windows, block_windows, captures, kept, grid, held = 0, 0, context.captured_at, 0, 0, 0
     if context.states is not None:
         memory = context.states.layers[layer]
         windows, block_windows = memory.window.data_ptr(), memory.block_window.data_ptr()
-        grid = context.block_size
+        grid, held = context.block_size, memory.windows[1]
         if captures[1]:
             kept = context.states.checkpoints[layer].window.data_ptr()
     convolve_rows(
         rows * width * taps, (x.data_ptr(), stride, weight.data_ptr(), bias.data_ptr(), out.data_ptr()),
-        (rows, width, taps, int(silu)), context.layout_at, (grid, windows, block_windows),
+        (rows, width, taps, int(silu)), context.layout_at, (grid, held, windows, block_windows),
         (*captures, kept), (kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype)),
     )  # fmt: skip
     return out, saved

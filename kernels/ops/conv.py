@@ -71,11 +71,24 @@ def _check_memory(x: torch.Tensor, window: tuple[int, int], memory: LayerStates,
     if memory.dtype is not x.dtype:
         raise changed_dtype(f"the convolution's input is {x.dtype}", "states", memory.dtype)
     if not device.on_gpu(x):
-        slots, held = memory.windows
+        slots, kept, held = memory.windows
         if held != window:
             raise ValueError(f"the layer's window has the shape {held} a slot; allowed: {window}")
         if context.last_slot >= slots:
             raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
+        if kept != window[0] and not windows_align(memory, context):
+            raise ValueError(
+                f"a window of {kept} rows, blocks of {context.block_size} tokens, captures "
+                f"{context.captures.tolist()}; allowed: rows that divide a block and the positions (the second numbers)"
+            )
+
+
+def windows_align(memory: LayerStates, context: ForwardContext) -> bool:
+    """Return whether a layer's windows have the inputs before each block boundary and capture where checkpoints do."""
+    _, rows, (size, _) = memory.windows
+    if rows == size:
+        return True
+    return not (context.block_size % rows or (len(context.captures) and (context.captures[:, 1] % rows).any()))
 
 
 class _CausalConv(torch.autograd.Function):

@@ -59,9 +59,11 @@ class StatesCase(Protocol):
         """Return the chunk of its grid."""
 
 
-def memory(case: StatesCase, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu") -> StateMemory:
+def memory(
+    case: StatesCase, dtype: torch.dtype, slots: int, checkpoints: int = 0, device: str = "cpu", guesses: int = 0
+) -> StateMemory:
     """Allocate state memory that holds NaN everywhere."""
-    states = StateLayout(1, case.shape, case.chunk).allocate(slots, dtype, checkpoints, device)
+    states = StateLayout(1, case.shape, case.chunk, guesses).allocate(slots, dtype, checkpoints, device)
     for part in (*states.layers, *states.checkpoints):
         for tensor in vars(part).values():
             tensor.fill_(torch.nan)

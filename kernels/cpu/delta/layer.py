@@ -148,9 +148,8 @@ def delta_call(
         raise ValueError("a context without states; allowed: a rollout's")
     layer = options.mixer.rule.layer
     memory, kept = context.states.layer(layer, DeltaStates), context.states.checkpoints[layer]
-    places = tuple(
-        part.data_ptr() for part in (memory.addresses, memory.window, memory.block_window, kept.state, kept.window)
-    )
+    tensors = memory.window, memory.block_window, kept.state, kept.window
+    places = memory.addresses.data_ptr(), memory.windows[1], *(part.data_ptr() for part in tensors)
     return kept_call(weights, places, terms, lambda: _call(weights, places, options, terms, memory.dtype))
 
 

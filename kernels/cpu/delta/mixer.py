@@ -50,10 +50,11 @@ class Sizes(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Holds where the addresses of the rule's memory lie, and the addresses of windows, now and of a block, and of the
-    checkpoints' states and windows."""
+    """Holds where the addresses of the rule's memory lie, the rows of a window, and the addresses of windows, now and
+    of a block, and of the checkpoints' states and windows."""
 
     states: int
+    window_rows: int
     windows: int
     block_windows: int
     captured_states: int
@@ -155,7 +156,8 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         )  # fmt: skip
         _convolve(
             shared(rows * channels * sizes.taps, threads), (rooms.qkv, channels, taps, rooms.no_bias, rooms.convolved),
-            (rows, channels, sizes.taps, 1), layout, (step.block_size, memory.windows, memory.block_windows),
+            (rows, channels, sizes.taps, 1), layout,
+            (step.block_size, memory.window_rows, memory.windows, memory.block_windows),
             (*captures, memory.captured_windows), (kind, kind, kind),
         )  # fmt: skip
         if sizes.gates_in_float32 > 0:

@@ -23,6 +23,11 @@ class ConvShape:
         """Return the shape of no elements."""
         return (0,)
 
-    def slots(self, count: int, dtype: torch.dtype, device: str | torch.device) -> LayerStates:
-        """Allocate a layer's slots 0 .. count - 1, zeroed; ``dtype``: the model's."""
-        return LayerStates(**states_and_windows(self, count, dtype, device))
+    @property
+    def changes_tail(self) -> bool:
+        """Return False: there is no tail."""
+        return False
+
+    def slots(self, count: int, rows: int, dtype: torch.dtype, device: str | torch.device) -> LayerStates:
+        """Allocate a layer\'s slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model\'s."""
+        return LayerStates(**states_and_windows(self, count, rows, dtype, device))

@@ -79,15 +79,20 @@ class DeltaShape:
         """Return the shape of the state of one sequence."""
         return self.value_heads, self.key_dim, self.padded_value
 
-    def slots(self, count: int, dtype: torch.dtype, device: str | torch.device) -> DeltaStates:
-        """Allocate a layer's slots 0 .. count - 1, zeroed; ``dtype``: the model's."""
+    @property
+    def changes_tail(self) -> bool:
+        """Return whether each token decays the keys of those before it, which the tail keeps."""
+        return self.by_channel
+
+    def slots(self, count: int, rows: int, dtype: torch.dtype, device: str | torch.device) -> DeltaStates:
+        """Allocate a layer\'s slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model\'s."""
         chunk = SCAN_CHUNK
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return zeroed_pool((count, *sizes), dtype, device)
 
         return DeltaStates(
-            **states_and_windows(self, count, dtype, device),
+            **states_and_windows(self, count, rows, dtype, device),
             tail_k=zeros(self.key_heads, chunk, self.padded_key),
             tail_u=zeros(self.value_heads, chunk, self.padded_value),
             tail_sums=zeros(self.value_heads, chunk, self.padded_key)

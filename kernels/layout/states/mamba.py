@@ -71,15 +71,20 @@ class SSMShape:
         """Return the shape of the state of one sequence."""
         return self.heads, self.state_size, self.padded_dim
 
-    def slots(self, count: int, dtype: torch.dtype, device: str | torch.device) -> SSMStates:
-        """Allocate a layer's slots 0 .. count - 1, zeroed; ``dtype``: the model's."""
+    @property
+    def changes_tail(self) -> bool:
+        """Return False: a token adds to the tail, and changes nothing of it."""
+        return False
+
+    def slots(self, count: int, rows: int, dtype: torch.dtype, device: str | torch.device) -> SSMStates:
+        """Allocate a layer\'s slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model\'s."""
         chunk = SCAN_CHUNK
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return zeroed_pool((count, *sizes), dtype, device)
 
         return SSMStates(
-            **states_and_windows(self, count, dtype, device),
+            **states_and_windows(self, count, rows, dtype, device),
             tail_x=zeros(self.heads, chunk, self.padded_dim, dtype=dtype),
             tail_b=zeros(self.tiles, chunk, self.padded_state),
             tail_dt=zeros(self.heads, chunk),

@@ -5,9 +5,16 @@ end, a slot holds:
 
 * ``state``: the float32 state as of ``b``;
 * the tail: what the kind of layer keeps of the tokens from ``b`` on (`mamba`, `delta`; `conv` has neither);
-* ``window``: the last K - 1 inputs of the convolution before the end; which row holds which is the kernels' own affair;
+* ``window``: the last K - 1 inputs of the convolution before the end, that of position p in row ``p % R`` of R rows;
 * ``block_state`` and ``block_window``: both as of the last *block* boundary, for a checkpoint of it when the sequence
-  stops later.
+  stops later, the window's K - 1 inputs in the rows ``p % R - (R - K + 1)``.
+
+R is K - 1. Where up to g tokens behind a sequence's end may be computed and taken back (guesses), it is a power of two
+of at least K - 1 + g that divides a block: their inputs stand beside those that are still needed, and at a block
+boundary the last K - 1 stand in the window's last rows. Nothing else has to be kept of a token that is taken back, as
+long as it is not the last one of a chunk, which moves the state: what the tail has of a position is written anew with
+the token that comes there, and not read before. (Not so where a token changes what the tail has of others:
+`StateShape.changes_tail`.)
 
 A checkpoint is the state and the window at a block boundary. Nothing is cleared between two sequences: a call that
 starts at position 0 reads nothing of what its slot held.
@@ -22,6 +29,7 @@ import numpy as np
 import torch
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.transfer import indices
 
@@ -44,10 +52,11 @@ class LayerStates:
         return self.window.dtype
 
     @cached_property
-    def windows(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many windows there are, and the shape of one: to ask a tensor takes longer than to compare."""
-        count, *shape = self.window.shape
-        return count, tuple(shape)
+    def windows(self) -> tuple[int, int, tuple[int, ...]]:
+        """Return how many windows there are, how many rows each has, and the shape of one as of a block boundary: to
+        ask a tensor takes longer than to compare."""
+        count, rows, _ = self.window.shape
+        return count, rows, tuple(self.block_window.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,20 +85,24 @@ class StateShape(Protocol):
     def state_sizes(self) -> tuple[int, ...]:
         """Return the shape of the state of one sequence."""
 
-    def slots(self, count: int, dtype: torch.dtype, device: str | torch.device) -> LayerStates:
-        """Allocate a layer's slots 0 .. count - 1, zeroed; ``dtype``: the model's."""
+    @property
+    def changes_tail(self) -> bool:
+        """Return whether a token changes what the tail has of those before it: then none can be taken back."""
+
+    def slots(self, count: int, rows: int, dtype: torch.dtype, device: str | torch.device) -> LayerStates:
+        """Allocate a layer's slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model's."""
 
 
 def states_and_windows(
-    shape: StateShape, count: int, dtype: torch.dtype, device: str | torch.device
+    shape: StateShape, count: int, rows: int, dtype: torch.dtype, device: str | torch.device
 ) -> dict[str, torch.Tensor]:
     """Allocate the fields of `LayerStates`, which all kinds of layers have."""
-    state, window = (count, *shape.state_sizes), (count, shape.taps - 1, shape.conv_width)
+    state = count, *shape.state_sizes
     return {
         "state": zeroed_pool(state, torch.float32, device),
         "block_state": zeroed_pool(state, torch.float32, device),
-        "window": zeroed_pool(window, dtype, device),
-        "block_window": zeroed_pool(window, dtype, device),
+        "window": zeroed_pool((count, rows, shape.conv_width), dtype, device),
+        "block_window": zeroed_pool((count, shape.taps - 1, shape.conv_width), dtype, device),
     }
 
 
@@ -130,7 +143,8 @@ class StateMemory:
         for kept, slots in self._together(pairs):
             for layer, memory in zip(self.layers, self.checkpoints, strict=True):
                 layer.state[slots] = layer.block_state[slots] = memory.state[kept]
-                layer.window[slots] = layer.block_window[slots] = memory.window[kept]
+                _, rows, (last, _) = layer.windows
+                layer.window[slots, rows - last :] = layer.block_window[slots] = memory.window[kept]
 
     def _together(self, pairs: Pairs) -> Iterator[tuple[Any, Any]]:
         """Return the indices of what is moved at once: on the CPU a pair, on a GPU, where each launch costs, what does
@@ -160,15 +174,34 @@ class StateLayout:
         num_layers: layers with a state.
         shape: of each.
         chunk: of the grid that states are kept on (``bind(model, ssm_chunk=...)``); a block is a multiple of it.
+        guesses: tokens behind a sequence's end that may be computed and taken back.
     """
 
     num_layers: int
     shape: StateShape
     chunk: int
+    guesses: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.guesses <= self.most_guesses:
+            raise ValueError(f"{self.guesses} tokens can not be taken back; allowed: 0 to {self.most_guesses}")
+
+    @property
+    def most_guesses(self) -> int:
+        """Return how many tokens may be taken back at once: all between two that move the state, as far as a window has
+        their inputs; none where a token changes what is kept of others."""
+        kept = self.shape.taps - 1
+        return 0 if self.shape.changes_tail else max(0, min(SCAN_CHUNK - 1, self.chunk - kept))
+
+    @property
+    def window_rows(self) -> int:
+        """Return how many inputs a sequence's window has room for."""
+        least = self.shape.taps - 1 + self.guesses
+        return 1 << (least - 1).bit_length() if self.guesses else least
 
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Return the bytes of one slot over all layers."""
-        return self.num_layers * _bytes(self.shape.slots(1, dtype, "meta"))
+        return self.num_layers * _bytes(self.shape.slots(1, self.window_rows, dtype, "meta"))
 
     def bytes_per_checkpoint(self, dtype: torch.dtype) -> int:
         """Return the bytes of one checkpoint over all layers."""
@@ -178,8 +211,9 @@ class StateLayout:
         self, num_slots: int, dtype: torch.dtype, num_checkpoints: int = 0, device: str | torch.device = "cpu"
     ) -> StateMemory:
         """Allocate zeroed slots 0 .. num_slots - 1 and checkpoints 0 .. num_checkpoints - 1; ``dtype``: the model's."""
+        rows = self.window_rows
         return StateMemory(
-            layers=tuple(self.shape.slots(num_slots, dtype, device) for _ in range(self.num_layers)),
+            layers=tuple(self.shape.slots(num_slots, rows, dtype, device) for _ in range(self.num_layers)),
             checkpoints=tuple(self._checkpoints(num_checkpoints, dtype, device) for _ in range(self.num_layers)),
         )
 

@@ -10,6 +10,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerOptions
 from samebit.kernels.layout.states.delta import DeltaStates
+from samebit.kernels.ops.conv import windows_align
 from samebit.kernels.ops.dispatch import whole_calls
 from samebit.kernels.ops.layers.fitting import call_fits, weights_fit
 
@@ -47,6 +48,7 @@ def _memory_fits(context: ForwardContext, mixer: MixerOptions, dtype: torch.dtyp
     slots, rule = len(memory.state), mixer.rule
     return (
         (memory.state.shape[1:], memory.tail_k.shape[1:]) == rule.shapes_of_slot
-        and memory.window.shape == (slots, mixer.taps - 1, rule.width)
+        and (memory.windows[0], memory.windows[2]) == (slots, (mixer.taps - 1, rule.width))
+        and windows_align(memory, context)
         and not (len(context.captures) and bool((context.captures[:, 1] % rule.chunk).any()))
     )

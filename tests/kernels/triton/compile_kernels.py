@@ -338,7 +338,7 @@ def mamba() -> None:
         scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
 
 
-def with_states(shape: SSMShape | DeltaShape | ConvShape, dtype: torch.dtype) -> ForwardContext:
+def with_states(shape: SSMShape | DeltaShape | ConvShape, dtype: torch.dtype, guesses: int = 0) -> ForwardContext:
     """Lay out two sequences of recurrent layers: one goes on with three tokens, another begins with seventeen."""
     return ForwardContext(
         positions=torch.zeros(20, dtype=torch.int64),
@@ -348,17 +348,18 @@ def with_states(shape: SSMShape | DeltaShape | ConvShape, dtype: torch.dtype) ->
         table_rows=np.array([0, 1], np.int32),
         block_tables=np.zeros((2, 2), np.int32),
         block_size=64,
-        states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
+        states=StateLayout(1, shape, 64, guesses).allocate(2, dtype, 1),
     )
 
 
 def short_convs() -> None:
-    """Compile the convolution without silu of LFM2's layers, forward with windows, and gradients."""
+    """Compile the convolution without silu of LFM2's layers, forward with windows of both sizes, and gradients."""
     width, taps = 2048, 3
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.zeros(width, 1, taps, dtype=dtype)
-        context = with_states(ConvShape(width, taps), dtype)
-        causal_conv(torch.zeros(20, width, dtype=dtype), weight, None, context, 0, silu=False)
+        for guesses in (0, 7):
+            context = with_states(ConvShape(width, taps), dtype, guesses)
+            causal_conv(torch.zeros(20, width, dtype=dtype), weight, None, context, 0, silu=False)
         context = training_context((1, 70), None, None)
         both_ways(
             lambda x, w, b, context=context: causal_conv(x, w, b, context, 0, silu=False), (70, width),

@@ -174,6 +174,8 @@ def test_kernels_compile_for_an_h100() -> None:
     names = "_scan_head", "_rule_head", "_walk_back", "_of_chunk"
     scans = [kernel for kernel in kernels if kernel["card"] == 90 and kernel["name"] in names]
     assert [kernel for kernel in scans if kernel["stack"] > STACK and kernel["part"] != "wide_delta_gradients"] == []
+    convolutions = [kernel["name"] for kernel in kernels if kernel["part"] == "short_convs"]
+    assert convolutions.count("_convolve_row") == 2, "one of each dtype, for training and windows of both sizes"
     latents = [kernel for kernel in kernels if kernel["part"] == "latents"]
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == 4, "one of each layer"
     assert [kernel for kernel in latents if kernel["stack"] > STACK] == [], "of DeepSeek's sizes, in float32"
