@@ -20,6 +20,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER, AdapterRegistry
@@ -128,17 +129,14 @@ def _drafter(runner: ModelRunner, config: RolloutConfig) -> Drafter | None:
     """Return what guesses tokens ahead, None where nobody has asked for it."""
     if not config.num_speculative_tokens:
         return None
-    if runner.shape.states is not None:
-        raise ValueError(
-            f"num_speculative_tokens={config.num_speculative_tokens}, but the model has recurrent layers, whose state "
-            "can not be taken back behind a wrong guess; allowed for it: 0"
-        )
+    states = runner.shape.states
     return Drafter(
         DraftOptions(
-            num_tokens=config.num_speculative_tokens,
+            num_tokens=config.num_speculative_tokens if states is None else states.guesses,
             gram=config.prompt_lookup_min,
             step_tokens=config.decided_step_tokens,
             history_tokens=config.speculative_history_tokens,
+            chunk=None if states is None else SCAN_CHUNK,
         )
     )
 

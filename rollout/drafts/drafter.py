@@ -10,6 +10,8 @@ Invariants
 * What is kept of prompts that have been answered is bounded, in tokens; the prompt that was answered longest ago goes
   first, and of one prompt the oldest of more than `_MOST_OUTPUTS`.
 * Requests with different salts guess from nothing of each other.
+* With recurrent layers, no guess is the last token of a chunk of their arithmetic: that token moves the state, and what
+  is guessed must be able to be taken back (`samebit.kernels.layout.states.memory`).
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ class DraftOptions:
     """Says how much is guessed.
 
     num_tokens: of one sequence in a step. gram: tokens that must match before a guess. step_tokens: a step is filled up
-    to so many tokens with guesses. history_tokens: what is kept of outputs, for prompts that come again.
+    to so many tokens with guesses. history_tokens: what is kept of outputs, for prompts that come again. chunk: tokens
+    between two moves of a state, from position 0 on; None for a model without recurrent layers.
     """
 
     num_tokens: int
     gram: int
     step_tokens: int
     history_tokens: int
+    chunk: int | None = None
 
 
 class Drafter:
@@ -58,11 +62,17 @@ class Drafter:
     def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Return tokens that may follow in a sequence that decodes, at most so many; none where there is no guess, or
         where the choice of a token depends on those before it by more than the logits."""
-        left = sequence.shared.max_new_tokens - sequence.num_new_tokens - 1
-        count = min(self.options.num_tokens, most, left)
+        count = min(self.options.num_tokens, most, self.most_behind(sequence))
         if count < 1 or sequence.params.depends_on_tokens:
             return ()
         return self._group(sequence.shared).guess(sequence, count)
+
+    def most_behind(self, sequence: Sequence) -> int:
+        """Return how many tokens may be guessed behind those of a sequence, whose last one is certain: one less than it
+        may yet get, and up to the last but one of a chunk."""
+        left = sequence.shared.max_new_tokens - sequence.num_new_tokens - 1
+        chunk = self.options.chunk
+        return left if chunk is None else min(left, chunk - 1 - sequence.num_tokens % chunk)
 
     def forget(self, sequence: Sequence) -> None:
         """Take note that a sequence has ended, which others may guess from."""

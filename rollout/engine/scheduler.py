@@ -22,7 +22,8 @@ Invariants
   memory from another sequence and admits none, so it is planned only while none waits that might be admitted. What it
   computes of a sequence that turns out to have ended is void.
 * Guesses are computed in what a step of few tokens has room for. They take no block that a running sequence needs next,
-  and nobody is preempted for them.
+  and nobody is preempted for them. None of them is the last token of a block of a model with states: what is kept as of
+  a block's end is of certain tokens.
 """
 
 from __future__ import annotations

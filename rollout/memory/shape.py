@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -61,10 +61,11 @@ class MemoryShape:
         """Return the shape for a bound model.
 
         Raises:
-            ValueError: the block size is not decided, or states are asked for that the model does not have.
+            ValueError: the block size is not decided, states are asked for that the model does not have, or guesses
+                that could not be taken back.
         """
         binding, head = binding_of(model), model.get_parameter("lm_head.weight")
-        states = binding.state_layout
+        states = binding.state_layout and _with_guesses(binding.state_layout, config.num_speculative_tokens)
         bytes_each = 0 if states is None else states.bytes_per_checkpoint(head.dtype)
         held = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
         return MemoryShape(
@@ -124,3 +125,13 @@ class MemoryShape:
         if self.routes is None:
             raise ValueError("this model has no routed experts that could be noted")
         return self.routes.allocate(num_blocks, self.block_size, self.device)
+
+
+def _with_guesses(states: StateLayout, count: int) -> StateLayout:
+    """Return the layout that lets so many tokens be taken back, or as many as can be."""
+    if count and states.shape.changes_tail:
+        raise ValueError(
+            f"num_speculative_tokens={count}, but the model has layers of Kimi Delta Attention, where a token changes "
+            "what is kept of those before it: that can not be taken back behind a wrong guess; allowed for it: 0"
+        )
+    return replace(states, guesses=min(count, states.most_guesses))

@@ -55,10 +55,12 @@ def fake_continuation(prompt: list[int], sample: int, count: int, salt: int = 0)
 
 @dataclass(frozen=True)
 class State:
-    """Stands for a recurrent state: the tokens that went in, and the oldest weights among those it saw."""
+    """Stands for a recurrent state: the tokens that went in, the oldest weights among those it saw, and how many of the
+    tokens were guessed."""
 
     tokens: list[int]
     oldest: int
+    guessed: int = 0
 
 
 class FakeStep:
@@ -204,13 +206,17 @@ class FakeRunner:
             self.live[slot] = self.live[source]
 
     def _advance(self, item: ScheduledSequence, known: list[int], oldest: int) -> None:
-        """Check that the live state has taken in what comes before the chunk, under the same weights; let it take in
-        the chunk.
+        """Check that the live state has taken in what comes before the chunk, under the same weights, and nothing that
+        can not be taken back: the end of a block; let it take in the chunk.
         """
         slot = item.sequence.slot
         if item.start:
-            assert self.live[slot] == State(known[: item.start], oldest), "the state is not that of the tokens before"
-        self.live[slot] = State(known, oldest)
+            state = self.live[slot]
+            before = State(state.tokens[: item.start], state.oldest)
+            assert before == State(known[: item.start], oldest), "the state is not that of the tokens before"
+            assert 0 <= len(state.tokens) - item.start <= state.guessed, "tokens that are certain were taken back"
+            assert len(state.tokens) // self.block_size == item.start // self.block_size, "the state has moved"
+        self.live[slot] = State(known, oldest, len(item.drafts))
         for position, checkpoint in item.captures:
             assert item.start < position <= len(known)
             self.checkpoints[checkpoint] = State(known[:position], oldest)

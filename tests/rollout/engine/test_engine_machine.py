@@ -40,14 +40,14 @@ class Watch:
 class Guesser(Drafter):
     """Guesses from what the oracle says, of which so many tokens are `right` and the others wrong."""
 
-    def __init__(self, num_tokens: int, right: int, oracle: Callable[..., list[int]]) -> None:
-        super().__init__(DraftOptions(num_tokens=num_tokens, gram=1, step_tokens=12, history_tokens=50))
+    def __init__(self, num_tokens: int, right: int, oracle: Callable[..., list[int]], chunk: int | None) -> None:
+        super().__init__(DraftOptions(num_tokens, gram=1, step_tokens=12, history_tokens=50, chunk=chunk))
         self.right = right
         self.oracle = oracle
 
     def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         count = len(super().guess(sequence, most)) or min(most, 2, sequence.shared.max_new_tokens - 1)
-        count = min(count, sequence.shared.max_new_tokens - sequence.num_new_tokens - 1)
+        count = min(count, self.most_behind(sequence))
         known = sequence.num_new_tokens
         coming = self.oracle(sequence.shared.prompt.tolist(), sequence.sample_index, known + max(count, 0))[known:]
         return tuple(token if number < self.right else token + 1 for number, token in enumerate(coming))
@@ -107,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_checkpoints=checkpoints,
             num_held=held,
             run_ahead=run_ahead and drafts is None,
-            drafter=None if drafts is None or recurrent else Guesser(drafts, right, self.oracle),
+            drafter=None if drafts is None else Guesser(drafts, right, self.oracle, block_size if recurrent else None),
         )
         self.engine.scheduler.max_scored = max_scored
         self.added: dict[str, Request] = {}
