@@ -29,7 +29,8 @@ MOST_KEPT = 64
 @dataclass(frozen=True, eq=False)
 class Grammar:
     """Holds a compiled grammar, at its beginning. accepting: tokens of the tokenizer, any of which is allowed where
-    the text may end. ending: those that end a sample of this request instead. width: tokens that the library knows."""
+    the text may end. ending: those that end a sample of this request, and take their place. width: tokens that the
+    library knows."""
 
     start: LLMatcher
     accepting: tuple[int, ...]
@@ -56,14 +57,15 @@ class Grammars:
         self._kept: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()
 
     def compiled(self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]) -> Grammar:
-        """Return what a request asks for, compiled; its samples end where the grammar lets them.
+        """Return what a request asks for, compiled; its samples end where the grammar lets them: at the model's end
+        tokens and at those of `stop_ids` that are no text, at any of `stop_ids` where there are none. (One that is text
+        cuts a sample wherever the grammar has it; behind a whole text it would be one character more.)
 
         Raises:
             RequestError: it can not be compiled, by its own fault or since this worker can compile none.
         """
         model_ends = () if ignore_eos else self._eos_token_ids
-        ending = model_ends or stop_ids
-        if not ending:
+        if not (model_ends or stop_ids):
             raise RequestError(
                 f"structured_outputs need a token that ends a sample: the model's are {list(self._eos_token_ids)}, "
                 f"ignore_eos={ignore_eos}, and stop_token_ids has none"
@@ -77,6 +79,8 @@ class Grammars:
             self._kept.move_to_end(asked.kind_and_text)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
+            stops = tuple(token for token in stop_ids if self._read.is_special_token(token))
+            ending = (*model_ends, *stops) or stop_ids
             return Grammar(start, tuple(self._read.eos_tokens), ending, self._read.vocab_size)
 
     def _read_tokenizer(self) -> LLTokenizer:

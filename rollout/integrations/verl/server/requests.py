@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from omegaconf import OmegaConf
 
+from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.verl.names import ADAPTER
 from samebit.rollout.integrations.verl.options import ServerOptions
 from samebit.rollout.integrations.verl.server.steps import StepsOfVersions
 from samebit.rollout.outputs import RequestOutput, SampleOutput
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 
 _HONOURED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "seed", "logit_bias",
+    "ignore_eos", "seed", "logit_bias", "structured_outputs",
 )  # fmt: skip
 _LENGTHS = ("max_tokens", "max_new_tokens")
 
@@ -39,6 +43,7 @@ def sampling_params(
 
     Raises:
         RequestError: a parameter that samebit does not know, or a prompt without room for a token.
+        ValueError: a value that `SamplingParams` or `StructuredOutputsParams` refuses.
     """
     known = (*_HONOURED, *_LENGTHS, "logprobs")
     unknown = [name for name in asked if name not in known]
@@ -52,12 +57,24 @@ def sampling_params(
         chosen["stop_token_ids"] = [*(chosen.get("stop_token_ids") or ()), *eos]
     if chosen.get("seed") is None:
         chosen["seed"] = seed
+    chosen["structured_outputs"] = _constraint(chosen.get("structured_outputs"))
     length = next((asked[name] for name in _LENGTHS if asked.get(name) is not None), None)
     if length is None:
         length = min(options.response_length, options.prompt_length + options.response_length - num_prompt_tokens)
     chosen["return_routed_experts"] = options.routed_experts
     chosen["adapter"] = None if options.adapter is None else ADAPTER
     return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
+
+
+def _constraint(asked: object) -> StructuredOutputsParams | None:
+    """Return what a response is constrained to. An agent loop gives it as it is, or as a dict of its fields."""
+    if asked is None or isinstance(asked, StructuredOutputsParams):
+        return asked
+    given = OmegaConf.to_container(asked) if OmegaConf.is_config(asked) else asked
+    names = [one.name for one in fields(StructuredOutputsParams)]
+    if not isinstance(given, Mapping) or not given.keys() <= set(names):
+        raise RequestError(f"structured_outputs must be a dict of one of {', '.join(names)}, got {shown(given)}")
+    return StructuredOutputsParams(**given)
 
 
 def seed_of_resumed(began: int | None, base: int, number: int) -> int | None:
@@ -67,6 +84,12 @@ def seed_of_resumed(began: int | None, base: int, number: int) -> int | None:
         return None
     digest = hashlib.blake2b(f"{base} {began} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def begins_again(output: RequestOutput, params: SamplingParams) -> bool:
+    """Return whether the tokens of an aborted request are of no use. verl's client asks for the rest of a response with
+    the tokens that it has behind the prompt, where a grammar would not read them, and would begin in their middle."""
+    return params.structured_outputs is not None and output.samples[0].finish_reason == "abort"
 
 
 def finished(output: RequestOutput, *, with_logprobs: bool, steps: StepsOfVersions) -> dict[str, Any]:
@@ -101,7 +124,7 @@ def _all_routes(output: RequestOutput, sample: SampleOutput) -> npt.NDArray[np.i
 
 
 def turned_away(step: int) -> dict[str, Any]:
-    """Answer a request that was not let in: the client asks another server, or again."""
+    """Answer a request that was not let in, or begins again: the client asks another server, or again."""
     return {
         "token_ids": [],
         "log_probs": [],

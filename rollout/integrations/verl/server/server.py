@@ -129,6 +129,8 @@ class SamebitServer:
                 output = await self._worker.submit(prompt, params, name).result_async()
         finally:
             self._gate.leave(name)
+        if requests.begins_again(output, params):
+            return TokenOutput(**requests.turned_away(self._steps.newest))
         wanted = bool(sampling_params.get("logprobs"))
         return TokenOutput(**requests.finished(output, with_logprobs=wanted, steps=self._steps))
 
