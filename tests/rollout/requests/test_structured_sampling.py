@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +213,18 @@ def test_preempted_samples_go_on_where_they_were(architecture: str) -> None:
     assert [len(tokens) for tokens, _ in drawn[0]] == [41, 41, 42, 42, 43, 43, 44, 44]
 
 
+@contextmanager
+def standing(worker: RolloutWorker, in_flight: str) -> Iterator[None]:
+    """Let the weights be changed: in an update, or untold between two steps."""
+    if in_flight == "untold":
+        worker.pause()
+        yield
+        worker.resume()
+    else:
+        with worker.weight_update(in_flight=in_flight):
+            yield
+
+
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "untold"])
 def test_a_sample_goes_on_under_other_weights(in_flight: str) -> None:
     """A constrained sample goes on in its grammar under other weights; tokens whose context is of them too have the
@@ -223,8 +235,7 @@ def test_a_sample_goes_on_under_other_weights(in_flight: str) -> None:
             handle = one.submit(PROMPT, keeping_to(StructuredOutputsParams(regex="[cd]{40}"), max_tokens=60, n=2))
             steps.release(9)
             next(iter(handle))
-            told = nullcontext() if in_flight == "untold" else one.weight_update(in_flight=in_flight)
-            with told, torch.no_grad():
+            with standing(one, in_flight), torch.no_grad():
                 for weight in one.module.parameters():
                     weight.mul_(1.1)
         output = handle.result()
