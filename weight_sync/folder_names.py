@@ -41,14 +41,14 @@ _FREQUENCIES = "rotary_emb.inv_freq"
 
 _OF_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
 _VISION = r"visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder"
-_OF_VISION = rf"^(model\.)?({_VISION})\."
+_OF_VISION = rf"^(model\.)?(({_VISION})\.|image_newline$)"
 """Begin the names that a model with vision has for its text model and for its other modules, and had before
 transformers 4.52, when the text model had its head with it."""
 
 _TRANSPOSED = ("qwen3_moe", "qwen3_vl_moe_text")
 _GEMMAS = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
 _QWENS = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", *_TRANSPOSED)
-_INSIDE = (*_GEMMAS, "mistral", "ministral3", *_QWENS)
+_INSIDE = (*_GEMMAS, "mistral", "ministral3", "llama", "gpt_oss", *_QWENS)
 """Lists the types of text models that transformers also wraps with vision, without a rule that leads from one's names
 to the other's, and those of them whose folders may have the experts' weights with inputs before outputs."""
 

@@ -32,8 +32,9 @@ _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 """Names the arguments that tell tokens of images, 1 or more, from those of text, 0: of Gemma-3's the second, among
 which it attends to later ones too."""
 
-_OF_THE_WHOLE = ("labels", "vision_feature_layer")
-"""Names arguments that the whole model hands on and that say nothing about text: its loss is made behind the head."""
+_OF_THE_WHOLE = ("labels", "vision_feature_layer", "vision_feature_select_strategy")
+"""Names arguments that the whole model hands on and that say nothing about text: its loss is made behind the head, and
+what is taken of vision where there are images."""
 
 
 def wrapping_module(family: Family, model: nn.Module) -> nn.Module | None:

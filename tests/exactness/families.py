@@ -450,6 +450,8 @@ _GEMMA4_12BS = {
     "vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16},
     "audio_config": {"audio_embed_dim": 24},
 }
+_TILES = {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
+_CLIPS = {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 32}
 WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5": ("Qwen3_5", {"vision_config": _QWENS_IMAGES}),
     "Qwen3_5Moe": ("Qwen3_5Moe", {"vision_config": _QWENS_IMAGES}),
@@ -463,8 +465,15 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2_5_VL", {"vision_config": {**_QWENS_IMAGES, "fullatt_block_indexes": [0]}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
     "Qwen3Moe": ("Qwen3VLMoe", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
+    **{
+        f"{name} in InternVL": ("InternVL", {"vision_config": _TILES})
+        for name in ("Qwen2", "Qwen3", "Qwen3Moe", "GptOss", "Llama")
+    },
+    **{f"{name} in Llava": ("Llava", {"vision_config": _CLIPS}) for name in ("Llama", "Mistral", "Qwen2")},
+    **{f"{name} in LlavaNext": ("LlavaNext", {"vision_config": _CLIPS}) for name in ("Llama", "Mistral", "Qwen2")},
 }
-"""Holds, by family, what Hugging Face calls the model with vision around it, and what that one's config has."""
+"""Holds, by family, what Hugging Face calls the model with vision around it, and what that one's config has; behind
+"in", it is one of several around that family."""
 
 IMAGES_TURN: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": {"mrope_section": [9, 8, 8]},
@@ -478,13 +487,19 @@ _OF_ALL_LAYERS = ("model_type", "layer_types", "sliding_window", "use_sliding_wi
 _NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
 
+def in_text(name: str) -> str:
+    """Return the name of a family's model without what tells the kind of vision around it."""
+    return name.partition(" in ")[0]
+
+
 def _config_class(family: str) -> type:
     of_text = family in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
     return getattr(transformers, f"{family}TextConfig" if of_text else f"{family}Config")
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = {**_OWN, **RELATIVES, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA, **_SHORT_CONV}[name]
+    families = {**_OWN, **RELATIVES, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA, **_SHORT_CONV}
+    family, own = families[in_text(name)]
     fields = {**_COMMON, **own, **changes}
     if family == "Mamba2":
         fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}
@@ -495,7 +510,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     """Return a new, unbound model in evaluation mode; always the same weights."""
     config = make_config(name, **changes)
     kind = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
-    return _made(kind, config, name in WITH_EXPERTS, dtype)
+    return _made(kind, config, in_text(name) in WITH_EXPERTS, dtype)
 
 
 def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
@@ -509,7 +524,7 @@ def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrained
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, **own, tie_word_embeddings=tied, attn_implementation="eager"
     )
-    return _made(f"{kind}ForConditionalGeneration", config, name in WITH_EXPERTS, torch.float32)
+    return _made(f"{kind}ForConditionalGeneration", config, in_text(name) in WITH_EXPERTS, torch.float32)
 
 
 def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrainedModel:

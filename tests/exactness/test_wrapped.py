@@ -37,7 +37,7 @@ from samebit.rollout.errors import ModelLoadError
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
 
 from .compare import assert_matches_trainer
-from .families import CAMPAIGN, DTYPES, WHOLES, make_config, make_model, make_wrapped, paired, token_ids
+from .families import CAMPAIGN, DTYPES, WHOLES, in_text, make_config, make_model, make_wrapped, paired, token_ids
 from .gradients import hugging_face, relative_error
 from .layouts import alone, assert_same_bits
 from .lora import wake
@@ -46,11 +46,15 @@ FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
 SEQUENCES = token_ids(40, 3, 70)
 IDS = torch.tensor(token_ids(20, 20))
 CHUNK = RolloutConfig(block_size=64)
-VISION = re.compile(r"\.(visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\.")
+VISION = re.compile(r"\.((visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\.|image_newline)")
 GEMMA4, GEMMA4_EXPERTS = "Gemma4, inputs of layers, shared keys", "Gemma4, experts"
 GEMMAS = ("Gemma3", GEMMA4, GEMMA4_EXPERTS, "Gemma4Unified")
-FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe")
+AROUND_ANY = ("Qwen3 in InternVL", "GptOss in InternVL", "Llama in Llava", "Mistral in LlavaNext")
+"""Lists kinds of vision around any text model with a few of the families that they hold."""
+FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", *AROUND_ANY)
 """Lists families whose folders with vision load as their text models."""
+KINDS = tuple(name for name in WHOLES if CAMPAIGN or name in AROUND_ANY or name == in_text(name))
+"""Lists kinds of vision and families; without `make soak` not all that those around any text model hold."""
 
 
 @cache
@@ -80,7 +84,7 @@ def check(worker: RolloutWorker, model: PreTrainedModel) -> None:
     assert_matches_trainer(model, worker.generate(SEQUENCES, FEW), [FEW] * len(SEQUENCES))
 
 
-@pytest.mark.parametrize("name", WHOLES)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_bits_of_the_text_model(name: str) -> None:
     whole = bound_whole(name)
     text = as_text(whole, name)
@@ -100,7 +104,7 @@ def test_the_bits_of_the_text_model(name: str) -> None:
         check(worker, text)
 
 
-@pytest.mark.parametrize(("name", "dtype"), paired(list(WHOLES), DTYPES))
+@pytest.mark.parametrize(("name", "dtype"), paired(KINDS, DTYPES))
 def test_near_hugging_face(name: str, dtype: torch.dtype) -> None:
     """A bound model with vision is near one of the same class that is not bound, in float64."""
     model = make_wrapped(name).to(dtype)
@@ -147,7 +151,7 @@ def of_images(**inputs: Any) -> dict[str, Any]:
         ),
     ],
 )
-@pytest.mark.parametrize("name", of_interest("Qwen3_5", "Gemma3", "Mistral", "Qwen3"))
+@pytest.mark.parametrize("name", of_interest("Qwen3_5", "Gemma3", "Mistral", "Qwen3", *AROUND_ANY))
 def test_images_are_refused_by_name(name: str, inputs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         bound_whole(name)(IDS, **inputs)
@@ -172,14 +176,14 @@ def halved(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize(("name", "tied"), [(name, not name.endswith("Moe")) for name in FOLDERS])
+@pytest.mark.parametrize(("name", "tied"), [(name, not name.endswith(("Moe", "Llava"))) for name in FOLDERS])
 def test_a_folder_and_every_way_of_an_update(name: str, tied: bool, tmp_path: Path) -> None:
     trainer = bind(make_wrapped(name, tied=tied))
     folder = tmp_path / "first"
     trainer.save_pretrained(folder)
     published(folder, tied=tied)
     with RolloutWorker(folder, config=CHUNK) as worker:
-        assert type(worker.module).__name__ == f"{name.partition(',')[0]}ForCausalLM"
+        assert type(worker.module).__name__ == f"{in_text(name.partition(',')[0])}ForCausalLM"
         assert worker.module.config.eos_token_id == [2, 5]
         assert (worker.module.lm_head.weight is worker.module.model.embed_tokens.weight) is tied
         check(worker, trainer)
@@ -253,19 +257,28 @@ def rename(folder: Path, names: dict[str, str]) -> None:
 NAMES = {
     "before transformers 4.52, and in most published folders": {
         r"^model\.language_model\.": "language_model.model.",
-        r"^model\.(vision_tower|multi_modal_projector)": r"\1",
+        r"^model\.(vision_tower|multi_modal_projector|image_newline)": r"\1",
         r"^lm_head": "language_model.lm_head",
     },
     "of the module": {
         r"^language_model\.model\.": "model.language_model.",
-        r"^(vision_tower|multi_modal_projector)": r"model.\1",
+        r"^(vision_tower|multi_modal_projector|image_newline)": r"model.\1",
         r"^language_model\.lm_head": "lm_head",
     },
 }
 
 
 @pytest.mark.parametrize("names", NAMES)
-@pytest.mark.parametrize(("name", "tied"), [("Gemma3", True), ("Gemma3", False), ("Mistral", False)])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        ("Gemma3", True),
+        ("Gemma3", False),
+        ("Mistral", False),
+        ("Qwen3Moe in InternVL", False),
+        ("Qwen2 in LlavaNext", False),
+    ],
+)
 def test_names_in_a_folder(name: str, tied: bool, names: str, tmp_path: Path) -> None:
     """A folder with older or newer names loads and updates both kinds of models; where its config ties a head that it
     has with other values, the head is its own, as transformers reads it."""
@@ -284,6 +297,27 @@ def test_names_in_a_folder(name: str, tied: bool, names: str, tmp_path: Path) ->
     with RolloutWorker(halved(trainer), config=CHUNK) as worker:
         worker.receive_weights(tmp_path, verify=True)
         check(worker, bind(model))
+
+
+def test_a_folder_of_a_published_llava_updates_its_class(tmp_path: Path) -> None:
+    """The names of CLIP had one more part when Llava's models were published; the text model leaves them out."""
+    model = make_wrapped("Llama in Llava")
+    model.save_pretrained(tmp_path)
+    rename(tmp_path, {r"^vision_tower\.": "vision_tower.vision_model."})
+    with RolloutWorker(halved(bind(make_wrapped("Llama in Llava"))), config=CHUNK) as worker:
+        worker.receive_weights(tmp_path, verify=True)
+        assert all(torch.equal(one, worker.module.state_dict()[key]) for key, one in model.state_dict().items())
+    with RolloutWorker(tmp_path, config=CHUNK) as worker:
+        check(worker, bind(model))
+
+
+def test_an_adapter_of_a_llama_inside_of_a_llava_is_served_by_the_llama() -> None:
+    model = make_wrapped("Llama in LlavaNext")
+    text = as_text(model, "Llama")
+    trainer = bind(adapted(model, ADAPTERS["all"]))
+    with RolloutWorker(text, config=CHUNK) as worker:
+        worker.load_adapter("policy", get_peft_model_state_dict(trainer), config=ADAPTERS["all"])
+        check_adapter(worker, trainer)
 
 
 def test_qwen2_vl_is_bound_and_loads_as_qwen2(tmp_path: Path) -> None:
@@ -480,13 +514,13 @@ def matrices(trainer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_another_model_with_vision_is_another_model() -> None:
-    """An adapter with the names of a wrapped model is refused by Llama, which is never wrapped: it was trained on
+    """An adapter with the names of a wrapped model is refused by OLMo-2, which is never wrapped: it was trained on
     another model.
     """
     config = LoraConfig(r=4, target_modules=["q_proj"])
-    tensors = get_peft_model_state_dict(get_peft_model(make_model("Llama"), config))
+    tensors = get_peft_model_state_dict(get_peft_model(make_model("Olmo2"), config))
     other = {name.replace("model.layers.", "model.language_model.layers."): one for name, one in tensors.items()}
-    with RolloutWorker(make_model("Llama")) as worker, pytest.raises(WeightMismatchError, match=r"\d unknown: "):
+    with RolloutWorker(make_model("Olmo2")) as worker, pytest.raises(WeightMismatchError, match=r"\d unknown: "):
         worker.load_adapter("policy", other, config=config)
 
 

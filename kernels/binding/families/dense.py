@@ -38,7 +38,7 @@ _GEMMA4 = Family(
 )
 
 DENSE = (
-    Family("Llama", unchanged, layers=PRE_NORM),
+    Family("Llama", unchanged, layers=PRE_NORM, wrapped=VisionFamily("Llava")),
     _QWEN2,
     replace(_QWEN2, wrapped=VisionFamily("Qwen2VL", text="Qwen2VL")),
     Family(

@@ -1,10 +1,12 @@
 """Find a family by the class of a model."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from samebit.kernels.binding.families.deltas import DELTAS
 from samebit.kernels.binding.families.dense import DENSE
-from samebit.kernels.binding.families.family import Family
+from samebit.kernels.binding.families.family import Family, VisionFamily
 from samebit.kernels.binding.families.latents import LATENTS
 from samebit.kernels.binding.families.mambas import MAMBAS
 from samebit.kernels.binding.families.mixtures import MIXTURES
@@ -15,7 +17,22 @@ _LISTED = (*DENSE, *MIXTURES, *LATENTS, *MAMBAS, *DELTAS, *SHORT_CONVS)
 FAMILIES = {family.model_class: family for family in _LISTED}
 """Finds a family by the class name of its causal language model."""
 
-_WITH_VISION = tuple(family for family in _LISTED if family.wrapped is not None)
+_AROUND_ANY = {
+    "InternVL": ("Llama", "Qwen2", "Qwen3", "Qwen3Moe"),
+    "Llava": ("Mistral", "Qwen2"),
+    "LlavaNext": ("Llama", "Mistral", "Qwen2"),
+}
+"""Lists, by the prefix of the class names of models with vision that may hold a text model of any family, those of the
+families that are known in them, beside those that say it themselves. Neither does anything to the logits of a head."""
+
+_WITH_VISION = (
+    *(family for family in _LISTED if family.wrapped is not None),
+    *(
+        replace(FAMILIES[f"{prefix}ForCausalLM"], wrapped=VisionFamily(around))
+        for around, prefixes in _AROUND_ANY.items()
+        for prefix in prefixes
+    ),
+)
 """Lists families once for each kind of model with vision that they are in."""
 
 KNOWN_CLASSES = (*FAMILIES, *dict.fromkeys(family.whole_class for family in _WITH_VISION))

@@ -79,5 +79,6 @@ MIXTURES = (
             biased=True,
             returns_weights=True,
         ),
+        wrapped=VisionFamily("InternVL"),
     ),
 )
