@@ -16,7 +16,7 @@ from samebit.kernels.binding.families.family import Family
 
 _OF_IMAGES = (
     *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes", "second_per_grid_ts"),
-    *("mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds"),
+    *("mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds", "spatial_shapes", "pixel_attention_mask"),
     *("image_position_ids", "video_position_ids", "num_frames_per_video", "input_features", "input_features_mask"),
 )
 """Names arguments of the wrapping models' forwards, and of the text models in them; the last two hold audio."""

@@ -15,6 +15,7 @@ _READ_HERE = {
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "internvl": ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"),
+    "lfm2_vl": ("lfm2",),
     "llava": ("llama", "mistral", "qwen2"),
     "llava_next": ("llama", "mistral", "qwen2"),
     "mistral3": ("mistral", "ministral3"),

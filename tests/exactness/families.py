@@ -452,6 +452,7 @@ _GEMMA4_12BS = {
 }
 _TILES = {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
 _CLIPS = {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 32}
+_PATCHES = {**_IMAGES, "num_hidden_layers": 1, "num_attention_heads": 2, "num_patches": 16}
 WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5": ("Qwen3_5", {"vision_config": _QWENS_IMAGES}),
     "Qwen3_5Moe": ("Qwen3_5Moe", {"vision_config": _QWENS_IMAGES}),
@@ -465,6 +466,8 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2_5_VL", {"vision_config": {**_QWENS_IMAGES, "fullatt_block_indexes": [0]}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
     "Qwen3Moe": ("Qwen3VLMoe", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
+    "Lfm2": ("Lfm2Vl", {"vision_config": _PATCHES, "projector_hidden_size": 24}),
+    "Lfm2, biases, four taps": ("Lfm2Vl", {"vision_config": _PATCHES, "projector_hidden_size": 24}),
     **{
         f"{name} in InternVL": ("InternVL", {"vision_config": _TILES})
         for name in ("Qwen2", "Qwen3", "Qwen3Moe", "GptOss", "Llama")

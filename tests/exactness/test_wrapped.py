@@ -51,7 +51,7 @@ GEMMA4, GEMMA4_EXPERTS = "Gemma4, inputs of layers, shared keys", "Gemma4, exper
 GEMMAS = ("Gemma3", GEMMA4, GEMMA4_EXPERTS, "Gemma4Unified")
 AROUND_ANY = ("Qwen3 in InternVL", "GptOss in InternVL", "Llama in Llava", "Mistral in LlavaNext")
 """Lists kinds of vision around any text model with a few of the families that they hold."""
-FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", *AROUND_ANY)
+FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", "Lfm2", *AROUND_ANY)
 """Lists families whose folders with vision load as their text models."""
 KINDS = tuple(name for name in WHOLES if CAMPAIGN or name in AROUND_ANY or name == in_text(name))
 """Lists kinds of vision and families; without `make soak` not all that those around any text model hold."""
@@ -146,12 +146,16 @@ def of_images(**inputs: Any) -> dict[str, Any]:
         (of_images(token_type_ids=torch.eye(20)[:1].long()), r"^token_type_ids \(with tokens of images\): "),
         (of_images(image_sizes=torch.ones(1, 2)), "^image_sizes: "),
         (
+            of_images(spatial_shapes=torch.ones(1, 2), pixel_attention_mask=torch.ones(1, 4)),
+            "^spatial_shapes, pixel_attention_mask: ",
+        ),
+        (
             of_images(position_ids=torch.stack([torch.arange(20), torch.arange(20), torch.zeros(20).long()])[:, None]),
             "differ along the first axis: they are those of images",
         ),
     ],
 )
-@pytest.mark.parametrize("name", of_interest("Qwen3_5", "Gemma3", "Mistral", "Qwen3", *AROUND_ANY))
+@pytest.mark.parametrize("name", of_interest("Qwen3_5", "Gemma3", "Mistral", "Qwen3", "Lfm2", *AROUND_ANY))
 def test_images_are_refused_by_name(name: str, inputs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         bound_whole(name)(IDS, **inputs)

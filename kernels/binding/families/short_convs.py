@@ -4,7 +4,14 @@ from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import unchanged
 from samebit.kernels.binding.families.expert_family import ExpertFamily, Router
-from samebit.kernels.binding.families.family import AttentionFamily, AttentionNames, Family, LayerFamily, MLPFamily
+from samebit.kernels.binding.families.family import (
+    AttentionFamily,
+    AttentionNames,
+    Family,
+    LayerFamily,
+    MLPFamily,
+    VisionFamily,
+)
 
 _LFM2 = Family(
     "Lfm2",
@@ -24,7 +31,7 @@ _ROUTER = Router(
 )
 
 SHORT_CONVS = (
-    _LFM2,
+    replace(_LFM2, wrapped=VisionFamily("Lfm2Vl")),
     replace(
         _LFM2,
         prefix="Lfm2Moe",
