@@ -289,12 +289,22 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
+_MADE_FLOAT32 = {"HunYuanMoEV1Gate": ("wg.weight",)}
+"""Names, by class, the parameters that it makes float32 in a model of any dtype, and so are loaded."""
+
+
 def float32_names(module: nn.Module) -> frozenset[str]:
     """Return the names of tensors that transformers keeps in float32 where it loads the model in a narrower dtype,
-    because a class asks for that: the weights of some families' routers, since 5.24."""
+    because a class asks for that: the weights of some families' routers, since 5.24; or makes them so itself."""
+    made = {
+        f"{name}.{inside}"
+        for name, part in module.named_modules()
+        for inside in _MADE_FLOAT32.get(type(part).__name__, ())
+    }
     asked = {found for part in module.modules() for found in vars(part).get("_keep_in_fp32_modules_strict") or ()}
     patterns = [re.compile(one.replace("*", ".*")) for one in asked]
-    return frozenset(name for name in live_tensors(module) if any(pattern.search(name) for pattern in patterns))
+    names = live_tensors(module)
+    return frozenset(name for name in names if name in made or any(pattern.search(name) for pattern in patterns))
 
 
 def _without_values(tensor: Tensor) -> str:

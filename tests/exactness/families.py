@@ -1,7 +1,6 @@
 """Make tiny random-weight models of every bound family, with odd widths and logits that are not flat."""
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+from samebit.weight_sync.manifest import float32_names
 
 from ..campaign import CAMPAIGN
 from .relatives import GROUPS, MIXTURES, RELATIVES
@@ -554,8 +555,8 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Move to a dtype as loading does, which keeps in float32 what the class asks for, and corrections of routers."""
-    patterns = (*CORRECTIONS, *(vars(model).get("_keep_in_fp32_modules_strict") or ()))
-    values = {name: value for name, value in model.state_dict().items() if any(re.search(p, name) for p in patterns)}
+    kept = float32_names(model)
+    values = {name: one for name, one in model.state_dict().items() if name in kept or name.endswith(CORRECTIONS)}
     model = model.to(dtype)
     tensors = model.state_dict(keep_vars=True)
     for name, value in values.items():

@@ -75,6 +75,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "SolarOpen": ("SolarOpen", {**GROUPS, "head_dim": 50, "attention_bias": True}),
+    "HunYuanMoEV1": (
+        "HunYuanMoEV1",
+        {
+            "head_dim": 50,
+            "num_experts": 15,
+            "moe_topk": [4, 4],
+            "intermediate_size": 50,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
     "Ernie4_5_Moe": (
         "Ernie4_5_Moe",
         {

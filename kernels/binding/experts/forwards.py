@@ -32,7 +32,7 @@ class RouterFacts:
         corrected: it has an ``e_score_correction_bias``; where its block has, each call is handed that.
         biased: it has a ``bias``.
         statics: as in `expert_family.Router`.
-        nested: its weight is that of the module ``layer`` inside it.
+        nested: its weight is that of the module of this name inside it; empty where it is its own.
         logits_last: as in `expert_family.Router`.
     """
 
@@ -41,7 +41,7 @@ class RouterFacts:
     corrected: bool
     statics: bool
     biased: bool
-    nested: bool
+    nested: str
     logits_last: bool
 
 
@@ -91,7 +91,7 @@ def router_forward(
     """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of those chosen, in its class's order;
     ``correction``: ``[E]``, of a block that has it."""
     facts: RouterFacts = self.samebit
-    holder = self.layer if facts.nested else self
+    holder = self.get_submodule(facts.nested) if facts.nested else self
     correction = correction_of(self, facts) if correction is None else correction
     routing = route(
         hidden_states.reshape(-1, hidden_states.shape[-1]),

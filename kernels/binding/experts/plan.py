@@ -94,12 +94,28 @@ class ExpertPlan:
         """Return the layout of notes of what the routers choose; None without routers."""
         if not self.layers:
             return None
-        return RouteLayout(tuple(self.layers), self.config.num_hidden_layers, self.config.num_experts_per_tok)
+        return RouteLayout(tuple(self.layers), self.config.num_hidden_layers, self._top_k())
+
+    def _top_k(self) -> int:
+        """Return how many experts a row takes, in each layer alike.
+
+        Raises:
+            BindingError: not in each (the config may have a list, as Hunyuan's).
+        """
+        given = self.config.num_experts_per_tok
+        numbers = sorted({given} if isinstance(given, int) else {*given[: self.config.num_hidden_layers]})
+        if len(numbers) != 1:
+            raise BindingError(
+                f"{self.prefix}: num_experts_per_tok={given}, which differs from layer to layer; exact: one number in "
+                "all layers"
+            )
+        return int(numbers[0])
 
     def _plan_router(self, name: str, router: nn.Module, options: RoutingOptions) -> int:
         """Plan a router; return among how many experts it chooses."""
         self._check_class(name, router, self.family.router.classes)
-        nested = "layer" in dict(router.named_children())
+        within = self.family.router.within
+        nested = within if within in dict(router.named_children()) else ""
         corrected = self.family.scores == "sigmoid" and not self.family.router.handed
         last = self.family.router.logits_last
         statics = self.family.router.statics
@@ -109,9 +125,10 @@ class ExpertPlan:
             self._check_class(f"{name}.moe_statics", router.get_submodule("moe_statics"), ("Statics",))
             self.inside[f"{name}.moe_statics"] = None
         if nested:
-            self.inside[f"{name}.layer"] = None
+            self._check_class(f"{name}.{nested}", router.get_submodule(nested), ("",))
+            self.inside[f"{name}.{nested}"] = None
         self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
-        return len(router.get_parameter("layer.weight" if nested else "weight"))
+        return len(router.get_parameter(f"{nested}.weight" if nested else "weight"))
 
     def _plan_experts(self, name: str, children: dict[str, nn.Module], options: ExpertOptions) -> int:
         """Plan the modules that hold the experts' weights; return how many experts they hold."""
@@ -142,7 +159,7 @@ class ExpertPlan:
             )
         return RoutingOptions(
             scores=family.scores,
-            top_k=self.config.num_experts_per_tok,
+            top_k=self._top_k(),
             normalised=bool(getattr(config, key)) if isinstance(key, str) and key else key is True,
             scale=float(config.routed_scaling_factor) if family.router.scaled or family.group_score != "none" else 1.0,
             floor=family.router.floor,

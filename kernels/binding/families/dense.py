@@ -17,7 +17,12 @@ from samebit.kernels.binding.families.family import (
 )
 
 _GEMMA_NORM = NormFamily(1.0, "eps")
-_HUNYUANS = AttentionNames(norms=("query_layernorm", "key_layernorm"))
+HUNYUANS = AttentionFamily(
+    "rotated",
+    rotation=RotationFamily(by_alpha=True),
+    names=AttentionNames(norms=("query_layernorm", "key_layernorm")),
+)
+"""Hunyuan's kind of attention, also beside experts."""
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 _MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
 _QWEN2 = Family(
@@ -102,11 +107,7 @@ DENSE = (
     ),
     Family("Arcee", unchanged, mlp=MLPFamily("plain"), layers=PRE_NORM),
     Family("Exaone4", unchanged, attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True))),
-    Family(
-        "HunYuanDenseV1",
-        unchanged,
-        attention=AttentionFamily("rotated", rotation=RotationFamily(by_alpha=True), names=_HUNYUANS),
-    ),
+    Family("HunYuanDenseV1", unchanged, attention=HUNYUANS),
     Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=PRE_NORM),
     Family("Glm4", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused")),
     Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=PRE_NORM),

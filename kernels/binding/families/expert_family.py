@@ -11,6 +11,7 @@ class Router:
     logits_last: it gives ids, weights and logits, where others give logits, weights and ids.
     handed: its block has the ``e_score_correction_bias``, and hands it to each call.
     statics: its module ``moe_statics`` has that, a parameter ``[1, E]`` without a gradient.
+    within: the name of a module inside it that has its weight, in versions of transformers where it has one.
     least_sum: the config's key for the least that it divides by; empty for none.
     correction: the name of that bias.
     switch: the config's key for whether there is one; empty where there always is.
@@ -23,6 +24,7 @@ class Router:
     logits_last: bool = False
     handed: bool = False
     statics: bool = False
+    within: str = "layer"
     least_sum: str = ""
     correction: str = "e_score_correction_bias"
     switch: str = ""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import scaled_down, unchanged
+from samebit.kernels.binding.families.dense import HUNYUANS
 from samebit.kernels.binding.families.expert_family import (
     GATED_SHARED,
     SIGMOID,
@@ -10,6 +11,7 @@ from samebit.kernels.binding.families.expert_family import (
     SOFTMAX_OF_CHOSEN,
     ExpertFamily,
     Router,
+    SharedExperts,
 )
 from samebit.kernels.binding.families.family import (
     PRE_NORM,
@@ -65,6 +67,18 @@ MIXTURES = (
         attention=AttentionFamily(rotation=RotationFamily(neighbours=True)),
         experts=replace(SOFTMAX, normalised=True, router=Router(statics=True, least_sum="moe_norm_min")),
         layers=PRE_NORM,
+    ),
+    Family(
+        "HunYuanMoEV1",
+        unchanged,
+        attention=HUNYUANS,
+        experts=ExpertFamily(
+            "Moe",
+            "softmax",
+            router=Router(classes=("Gate",), within="wg"),
+            normalised=True,
+            shared=SharedExperts("shared_mlp"),
+        ),
     ),
     Family(
         "GptOss",
