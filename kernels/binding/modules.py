@@ -85,12 +85,13 @@ class DecoderFacts:
 
 @dataclass(frozen=True, eq=False)
 class RotaryFacts:
-    """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one), and
-    what queries are multiplied by."""
+    """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one), what
+    queries are multiplied by, and how many positions these frequencies are of (`inexact.most_positions`)."""
 
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
     query_factors: QueryFactors | None = None
+    most_positions: int | None = None
     _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
     _known: dict[str, Angles] = field(default_factory=dict)
 
@@ -100,6 +101,16 @@ class RotaryFacts:
         if (layer_type, device) not in self._moved:
             self._moved[layer_type, device] = self.frequencies[layer_type].to(device)
         return self._moved[layer_type, device]
+
+    def check_positions(self, context: ForwardContext) -> None:
+        """Raise where a trainer's call has positions that these frequencies are not of; a worker knows its limit, and
+        the host the lengths of sequences."""
+        if self.most_positions is not None and context.pages is None and context.longest > self.most_positions:
+            raise ValueError(
+                f"a sequence of {context.longest} tokens; of a model with longrope rotary scaling the first "
+                f"{self.most_positions} positions are exact (original_max_position_embeddings): behind them Hugging "
+                "Face turns every token of a call by other frequencies"
+            )
 
     def known(self, context: ForwardContext, layer_type: str) -> Angles | None:
         """Return cosines and sines of positions from 0 on, those of a rollout's call on the CPU among them; None for
@@ -267,6 +278,7 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
     context = installed_context()
     if context is None:
         raise ValueError("the rotary module of a bound model runs only inside the model's forward")
+    facts.check_positions(context)
     factors = None if facts.query_factors is None else facts.query_factors.at(context.positions)
     known = facts.known(context, layer_type)
     if known is not None:

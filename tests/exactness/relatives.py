@@ -102,6 +102,20 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Holds those with routed experts."""
 
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Phi3, longrope": (
+        "Phi3",
+        {
+            "max_position_embeddings": 1280,  # so angles are scaled, and a worker takes 320 of them
+            "original_max_position_embeddings": 320,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.48,
+                "short_factor": [1.0 + 0.3 * pair for pair in range(12)],
+                "long_factor": [9.0 + pair for pair in range(12)],
+            },
+        },
+    ),
     "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     "Granite": (
         "Granite",

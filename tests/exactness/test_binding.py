@@ -21,7 +21,6 @@ from .families import (
     FAMILIES,
     HYBRIDS,
     LATENTS,
-    MAX_LEN,
     SHORT_CONVS,
     SPARSE,
     VOCAB,
@@ -34,9 +33,9 @@ TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attent
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
-    "short_factor": [1.0] * 25,
-    "long_factor": [2.0] * 25,
-    "original_max_position_embeddings": MAX_LEN // 2,
+    "short_factor": [1.0] * 40,
+    "long_factor": [2.0] * 40,
+    "original_max_position_embeddings": 1.5,
 }
 
 
@@ -124,7 +123,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: make_model("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "dynamic rotary scaling",
     ),
-    "longrope": (lambda: make_model("Phi3", rope_parameters=LONGROPE), "longrope rotary scaling"),
+    "longrope without a number of positions": (
+        lambda: make_model("Llama", rope_parameters=LONGROPE),
+        r"longrope rotary scaling with original_max_position_embeddings=1\.5 in rope_parameters \(exact: an integer",
+    ),
     "dropout": (lambda: make_model("Qwen2", attention_dropout=0.1), r"attention_dropout=0\.1; exact: 0\.0"),
     "float16": (lambda: make_model("Llama").half(), "torch.float16"),
     "float64": (lambda: make_model("Llama").double(), "torch.float64"),

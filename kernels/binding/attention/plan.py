@@ -9,6 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding.attention.forwards import AttentionFacts
 from samebit.kernels.binding.families.family import BindingError, Family, frequencies_by_alpha
+from samebit.kernels.binding.families.inexact import most_positions
 from samebit.kernels.binding.modules import RotaryFacts
 from samebit.kernels.binding.shared_layer import adapter_of
 from samebit.kernels.layout.kv_pages import PageLayout, layout_of_heads
@@ -124,7 +125,8 @@ class AttentionPlan:
             frequencies[layer_type] = inverse.to(torch.float32)
             scaling[layer_type] = float(factor)
         scaled = self.family.attention.scaled_queries
-        return RotaryFacts(frequencies, scaling, QueryFactors.of(self.config.rope_parameters) if scaled else None)
+        factors = QueryFactors.of(self.config.rope_parameters) if scaled else None
+        return RotaryFacts(frequencies, scaling, factors, most_positions(self.facts))
 
     def check_heads(self, sizes_of: dict[str, set[int]] | None) -> None:
         """Check that each query head has its keys, and each rotated element its pair, in all layers.

@@ -1,11 +1,12 @@
 """Name what a model has that is not exact, whatever its family."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from samebit.kernels.binding.families.family import Family, LayerFamily
 
-EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-"""Lists the rotary scalings whose frequencies are fixed by the config alone."""
+EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
+"""Lists the rotary scalings whose frequencies are fixed by the config alone: of the last, those of the positions that
+`most_positions` counts."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NONE = (None, 0, 1)
@@ -15,6 +16,30 @@ DROPOUTS = (
     *("dropout", "residual_dropout", "embedding_dropout"),
 )
 """Names the keys of configs for dropout, which only a model in training has."""
+
+
+def most_positions(config: dict[str, Any]) -> int | None:
+    """Return how many positions have angles that no other position of a call changes; None for all.
+
+    ``longrope`` turns all tokens of a call by other frequencies as soon as one of them is behind the positions that a
+    model was first trained on.
+    """
+    first = [entry.get("original_max_position_embeddings") for entry in _rope_sets(config) if _is_longrope(entry)]
+    return min((one for one in first if _is_length(one)), default=None)
+
+
+def _is_longrope(entry: dict[str, Any]) -> bool:
+    return entry.get("rope_type") == "longrope"
+
+
+def _is_length(given: object) -> TypeGuard[int]:
+    return type(given) is int and given > 1
+
+
+def _rope_sets(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameters of rotary embeddings: those of each layer type, or the only ones."""
+    parameters = config.get("rope_parameters") or {}
+    return [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
 
 
 def inexact_features(family: Family | None, config: dict[str, Any], parameter_names: list[str]) -> list[str]:
@@ -79,12 +104,18 @@ def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
 
 
 def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
-    parameters = config.get("rope_parameters") or {}
-    sets = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
+    parameters, sets = config.get("rope_parameters") or {}, _rope_sets(config)
     if family is not None and family.attention.rotation.is_fixed_by_alpha(parameters):
         sets = []
     kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
     found = [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
+    first = [entry.get("original_max_position_embeddings") for entry in filter(_is_longrope, sets)]
+    found += [
+        f"longrope rotary scaling with original_max_position_embeddings={one!r} in rope_parameters (exact: an integer "
+        "from 2 on)"
+        for one in first
+        if not _is_length(one)
+    ]
     if family is not None and _scales_windows(family, config):
         found.append(
             f"{parameters.get('rope_type')} rotary scaling of layers with a window too, as this transformers computes "

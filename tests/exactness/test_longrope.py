@@ -1,0 +1,98 @@
+"""Rotary scaling by ``longrope`` is exact where no position of a call reaches those of its long factors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from samebit.kernels import bind, token_logprobs
+from samebit.kernels.binding.families.inexact import most_positions
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.errors import ModelLoadError
+
+from .compare import assert_matches_trainer
+from .families import bound_model, make_model, token_ids
+from .gradients import hugging_face, relative_error
+from .layouts import LAYOUTS, alone, assert_same_bits
+
+FIRST = 40
+
+
+def longrope(pairs: int, first: int = FIRST) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.2 * pair for pair in range(pairs)],
+        "long_factor": [9.0] * pairs,
+        "original_max_position_embeddings": first,
+    }
+
+
+def by_layer_type(**sets: dict[str, Any]) -> dict[str, Any]:
+    return {"full_attention": longrope(16), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, **sets}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Phi3": ("Phi3, longrope", {"original_max_position_embeddings": FIRST}),
+    "layers in one call": ("Llama", {"head_dim": 32, "rope_parameters": longrope(16)}),
+    "global layers alone": ("Gemma3", {"head_dim": 32, "rope_parameters": by_layer_type()}),
+}
+
+
+def made(kind: str) -> PreTrainedModel:
+    name, changes = MODELS[kind]
+    return make_model(name, **changes)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return bind(made(request.param))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_all_positions_of_the_short_factors_are_near_hugging_face(kind: str) -> None:
+    sequences = token_ids(FIRST, 3, FIRST - 1)
+    with torch.no_grad():
+        found = alone(bind(made(kind)), sequences)
+        exact = hugging_face(made(kind).double(), sequences)
+    assert relative_error(torch.cat(found), torch.cat(exact)) < 5e-7
+
+
+def test_the_longest_sequence_and_one_token_more(model: PreTrainedModel) -> None:
+    refused = rf"a sequence of {FIRST + 1} tokens; of a model with longrope rotary scaling the first {FIRST} positions"
+    longest, longer = (torch.tensor(token_ids(length)) for length in (FIRST, FIRST + 1))
+    packed = torch.tensor(token_ids(FIRST + 10)), torch.tensor([[*range(FIRST), *range(10)]])
+    with torch.no_grad():
+        rows = token_logprobs(model, longest)
+        assert torch.equal(token_logprobs(model, packed[0], position_ids=packed[1])[:, : rows.shape[1]], rows)
+        with pytest.raises(ValueError, match=refused):
+            token_logprobs(model, longer)
+        padding = torch.tensor([[0] * 9 + [1] * (FIRST + 1)])
+        with pytest.raises(ValueError, match=refused):
+            model(torch.tensor(token_ids(FIRST + 10)), attention_mask=padding)
+        padded = LAYOUTS["left padded"](model, token_ids(FIRST, 7))
+        assert_same_bits(padded, alone(model, token_ids(FIRST, 7)))
+
+
+def test_a_worker_ends_where_the_short_factors_do(model: PreTrainedModel, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=None, seed=3, ignore_eos=True)
+    prompts = token_ids(FIRST - 1, 20, 3)
+    model.save_pretrained(tmp_path)
+    for source in (model, tmp_path):
+        with RolloutWorker(source) as worker:
+            assert worker.limits.max_model_len == FIRST
+            outputs = worker.generate(prompts, params)
+            assert [len(one.prompt_token_ids) + len(one.samples[0].token_ids) for one in outputs] == [FIRST] * 3
+            assert_matches_trainer(model, outputs, [params] * 3)
+        with pytest.raises(ModelLoadError, match=rf"max_model_len={FIRST + 1} is more .* {FIRST} positions that are"):
+            RolloutWorker(source, config=RolloutConfig(max_model_len=FIRST + 1))
+
+
+def test_the_limit_is_the_least_of_all_layers() -> None:
+    parameters = by_layer_type(sliding_attention=longrope(16, FIRST - 1))
+    assert most_positions(make_model("Gemma3", head_dim=32, rope_parameters=parameters).config.to_dict()) == FIRST - 1
+    assert most_positions(bound_model("Llama, rope yarn").config.to_dict()) is None
