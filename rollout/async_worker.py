@@ -4,7 +4,8 @@ Invariants
 ----------
 * Requests wait on the event loop, without a thread each; a call that is cancelled aborts its requests. What takes the
   worker's lock or waits for a sender runs in a thread, which the end of the process does not wait for.
-* `stats` and `abort` answer whatever the worker is doing.
+* `stats` and `abort` answer whatever the worker is doing. A grammar is compiled in a thread, and a request without one,
+  or with one that is there, is queued before its call waits for anything.
 * Weights come over a link or from a folder, never inside a call.
 """
 
@@ -57,6 +58,7 @@ class AsyncWorker:
         self._runs: dict[str | int, Handle] = {}
         self._early: dict[str | int, None] = {}
         self._turns = asyncio.Semaphore(MOST_COMMANDS)
+        self._preparing = Preparing()
 
     async def build(self, make: Callable[[], LocalWorker]) -> LocalWorker:
         """Make the worker in a thread; what that raises reaches the caller as it is."""
@@ -68,6 +70,8 @@ class AsyncWorker:
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
+        for one in params if isinstance(params, list | tuple) else (params,):
+            await self.prepare(one)
         return await _results(self.worker.submit_all(prompts, params))
 
     async def run(
@@ -76,6 +80,7 @@ class AsyncWorker:
         """Generate one request under an id by which it can be aborted. ticket: names this call, and never another one,
         for `cancel`; None: its id does."""
         name = request_id if ticket is None else ticket
+        await self.prepare(params)
         handle = self._runs[name] = self.worker.submit(prompt, params, request_id)
         self._catch_up(ticket, handle)
         try:
@@ -83,6 +88,10 @@ class AsyncWorker:
         finally:
             if self._runs.get(name) is handle:  # an id may have been taken again
                 del self._runs[name]
+
+    async def prepare(self, params: SamplingParams | None) -> None:
+        """Do what takes long before a request is queued, beside the event loop."""
+        await self._preparing.prepare(self.worker, params)
 
     async def cancel(self, ticket: str | int) -> None:
         """End the request of a call of `run` with what it has, unless it has ended. It may come before that call: Ray
@@ -170,6 +179,26 @@ class AsyncWorker:
         """Run what may wait where it does not hold up the event loop; `MOST_COMMANDS` are waited for at once."""
         async with self._turns:
             return await asyncio.wrap_future(started(call))
+
+
+class Preparing:
+    """Compiles what requests are constrained to, for one after the other, in a thread that holds up no event loop."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def prepare(self, worker: LocalWorker, params: SamplingParams | None) -> None:
+        """Return when a request with these parameters can be submitted without waiting. At once if it can already.
+
+        Raises:
+            RequestError: what it is constrained to can not be compiled.
+        """
+        if not isinstance(params, SamplingParams) or worker.preparation(params) is None:
+            return
+        async with self._turn:
+            work = worker.preparation(params)  # the one before may have been for the same
+            if work is not None:
+                await asyncio.wrap_future(started(work))
 
 
 def remember(early: dict[K, T], name: K, said: T) -> None:

@@ -172,6 +172,11 @@ class RolloutWorker(Closing):
         self._submit([prompt], [SamplingParams() if params is None else params], [request_id], handles)
         return handles[0]
 
+    def preparation(self, params: SamplingParams) -> Callable[[], object] | None:
+        """Return what takes long before a request with these parameters is queued, to be called in another thread; None
+        if nothing does. `submit` does it where it was not done."""
+        return self._intake.preparation(params)
+
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End these requests with what they have so far; those that are finished already stay so."""
         self._thread.abort(as_request_ids(request_ids))

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -160,6 +160,8 @@ class LocalWorker(Worker, Protocol):
 
     @property
     def sleeping(self) -> tuple[str, ...]: ...
+
+    def preparation(self, params: SamplingParams) -> Callable[[], object] | None: ...
 
     def check_usable(self) -> None: ...
 

@@ -66,6 +66,11 @@ class Intake:
 
         return make
 
+    def preparation(self, params: SamplingParams) -> Callable[[], object] | None:
+        """Return what compiles the grammar of requests with these parameters, None where there is nothing to do."""
+        asked = params.structured_outputs
+        return None if asked is None or self._grammars.has(asked) else partial(self._grammar, params)
+
     def _check(self, prompt: list[int], params: SamplingParams) -> partial[Request]:
         """Check one prompt; return a function that makes its request, given an id and an ordinal."""
         ids = self._limits.check_prompt(prompt)

@@ -164,6 +164,9 @@ class Fleet(Closing):
             raise
         return handles
 
+    def preparation(self, params: SamplingParams) -> None:
+        """Return None: the replicas compile, and each beside its loop."""
+
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End these requests with what they have so far; those that are finished already stay so."""
         self._carrier.abort(as_request_ids(request_ids))

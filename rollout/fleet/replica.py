@@ -75,6 +75,7 @@ class ReplicaSide(AsyncWorker):
         """Generate one request, whose tokens the feeds hold once it is followed. run: names this call, never another
         one, for `follow` and `cancel`: an id may come again.
         """
+        await self.prepare(params)
         handle = self._handles[run] = self._runs[run] = self.rollout.submit(prompt, params, request_id)
         try:
             self._catch_up(run, handle)

@@ -2,6 +2,7 @@
 
 Invariants
 ----------
+* Who asks for what is compiled already waits for nothing: for no tokenizer that is read, nor another grammar.
 * What can not be compiled is refused at submission; the generation thread meets compiled grammars alone.
 * A compiled grammar is only ever copied, so requests of equal texts share it.
 * Nothing is loaded, and no tokenizer is read, before the first request asks.
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 64
 """Grammars that are kept for requests to come: those of a training run are few, and each takes memory."""
+MOST_CHARACTERS = 1 << 19
+"""Characters that their texts have in all; the last one is kept whatever it has. A character takes up to 0.4 kB."""
+
+
+LONGEST_REASON = 1000
+"""Characters of an error of the library that are quoted: it may hold the whole text, and what was called where."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +59,9 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
         self._read: LLTokenizer | None = None
+        self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()
 
     def compiled(self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]) -> Grammar:
@@ -70,18 +78,43 @@ class Grammars:
                 f"structured_outputs need a token that ends a sample: the model's are {list(self._eos_token_ids)}, "
                 f"ignore_eos={ignore_eos}, and stop_token_ids has none"
             )
-        with self._lock:  # reading a tokenizer takes seconds, and is done once
-            if self._read is None:
-                self._read = self._read_tokenizer()
-            start = self._kept.get(asked.kind_and_text)
-            if start is None:
-                start = self._kept[asked.kind_and_text] = _compiled(self._read, asked)
-            self._kept.move_to_end(asked.kind_and_text)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-            stops = tuple(token for token in stop_ids if self._read.is_special_token(token))
-            ending = (*model_ends, *stops) or stop_ids
-            return Grammar(start, tuple(self._read.eos_tokens), ending, self._read.vocab_size)
+        read, start = self._start(*asked.kind_and_text)
+        stops = tuple(token for token in stop_ids if read.is_special_token(token))
+        ending = (*model_ends, *stops) or stop_ids
+        return Grammar(start, tuple(read.eos_tokens), ending, read.vocab_size)
+
+    def has(self, asked: StructuredOutputsParams) -> bool:
+        """Return whether what a request asks for is compiled already."""
+        return self._found(asked.kind_and_text) is not None
+
+    def _start(self, kind: Kind, text: str) -> tuple[LLTokenizer, LLMatcher]:
+        found = self._found((kind, text))
+        if found is not None:
+            return found
+        with self._compiling:  # reading a tokenizer takes seconds, and is done once, as is a text that several ask for
+            found = self._found((kind, text))
+            if found is not None:
+                return found
+            read = self._read = self._read or self._read_tokenizer()
+            start = _compiled(read, kind, text)
+            self._keep((kind, text), start)
+            return read, start
+
+    def _found(self, wanted: tuple[Kind, str]) -> tuple[LLTokenizer, LLMatcher] | None:
+        with self._lock:
+            start = self._kept.get(wanted)
+            if start is None or self._read is None:
+                return None
+            self._kept.move_to_end(wanted)
+            return self._read, start
+
+    def _keep(self, named: tuple[Kind, str], start: LLMatcher) -> None:
+        with self._lock:
+            self._kept[named] = start
+            characters = sum(len(text) for _, text in self._kept)
+            while len(self._kept) > MOST_KEPT or (characters > MOST_CHARACTERS and len(self._kept) > 1):
+                (_, text), _ = self._kept.popitem(last=False)
+                characters -= len(text)
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
@@ -112,10 +145,9 @@ class Grammars:
             raise RequestError(f"structured_outputs can not read this worker's tokenizer: {error}") from error
 
 
-def _compiled(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> LLMatcher:
+def _compiled(tokenizer: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
     from llguidance import LLMatcher
 
-    kind, text = asked.kind_and_text
     try:
         start = LLMatcher(tokenizer, _source(kind, text), log_level=0)
     except ValueError as error:
@@ -140,4 +172,5 @@ def _source(kind: Kind, text: str) -> str:
 
 
 def _refused(kind: Kind, text: str, why: str) -> RequestError:
-    return RequestError(f"structured_outputs.{kind} can not be compiled: {why}; given: {shown(text)}")
+    said = why if len(why) <= LONGEST_REASON else f"{why[:LONGEST_REASON]}..."
+    return RequestError(f"structured_outputs.{kind} can not be compiled: {said}; given: {shown(text)}")

@@ -53,6 +53,11 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs.{name} must be a non-empty string, got {shown(value)}")
 
     @property
+    def num_bytes(self) -> int:
+        """Return how long the text is that has to be compiled."""
+        return len(self.kind_and_text[1].encode(errors="surrogatepass"))
+
+    @property
     def kind_and_text(self) -> tuple[Kind, str]:
         """Return which kind is given, and its text: equal ones allow equal samples."""
         if self.json is not None:

@@ -9,16 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from samebit.rollout.async_worker import Preparing
 from samebit.rollout.integrations.http.errors import ApiError
+from samebit.rollout.integrations.http.served import ServedWorker
+from samebit.rollout.sampling_params import SamplingParams
 
 
 class Admission:
     """Counts the samples of the requests inside. Everything happens on the event loop."""
 
     def __init__(self, running: int, waiting: int) -> None:
+        self._preparing = Preparing()
         self.most = running + waiting
         self.inside = 0
         self.refused = 0
+
+    async def prepare(self, worker: ServedWorker, params: SamplingParams, samples: int) -> None:
+        """Let a request in for as long as what it is constrained to is compiled, beside the event loop.
+
+        Raises:
+            ApiError: as `enter` does.
+            RequestError: it can not be compiled.
+        """
+        if params.structured_outputs is not None:
+            with self.enter(samples):
+                await self._preparing.prepare(worker, params)
 
     @contextmanager
     def enter(self, samples: int) -> Iterator[None]:

@@ -174,6 +174,10 @@ class Service:
             self._logged.add(line)
             logger.info("%s", line)
 
+    async def prepare(self, asked: Asked) -> None:
+        """Do what takes long before a request can be submitted, beside the event loop."""
+        await self.admission.prepare(self.worker, asked.params, asked.samples)
+
     @contextmanager
     def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:
         """Run requests for the length of the block; what has not ended at its end is aborted."""

@@ -64,6 +64,7 @@ class ServeSettings:
     max_prompts: int = field(default=256, metadata={"help": "prompts a request"})
     max_logprobs: int = field(default=20, metadata={"help": "alternatives a token"})
     max_stops: int = field(default=16, metadata={"help": "stop strings a request"})
+    max_grammar_bytes: int = field(default=1 << 16, metadata={"help": "bytes of what a sample is constrained to"})
     max_body_bytes: int = field(default=16 << 20, metadata={"help": "bytes of a request"})
     max_sessions: int = field(default=1024, metadata={"help": "conversations whose token ids are kept"})
     request_seconds: float | None = field(default=None, metadata={"help": "a request is ended after so long"})
@@ -83,7 +84,15 @@ class ServeSettings:
         for name in ("port", "control_port"):
             if not 0 <= vars(self)[name] <= 65535:
                 raise ValueError(f"{name} must be from 0 to 65535, got {vars(self)[name]}")
-        for name in ("max_n", "max_prompts", "max_stops", "max_body_bytes", "shutdown_seconds", "replicas"):
+        for name in (
+            "max_n",
+            "max_prompts",
+            "max_stops",
+            "max_grammar_bytes",
+            "max_body_bytes",
+            "shutdown_seconds",
+            "replicas",
+        ):
             if vars(self)[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
         for name in ("max_waiting", "max_logprobs", "max_sessions"):

@@ -23,6 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 TEXT = {"prompt": "hi", "max_tokens": 1}
 IDS = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+LONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a" * 65536]}}}
 NAMED = {"type": "function", "function": {"name": "add"}}
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
@@ -79,6 +80,8 @@ BAD = [
     (CHATS, {**CHAT, "response_format": SCHEMA, "structured_outputs": {"regex": "a"}}, 400, "give one"),
     (CHATS, {**CHAT, "response_format": {"type": "poem"}}, 400, "response_format.type: Input should be 'text'"),
     (CHATS, {**CHAT, "structured_outputs": {"regex": "a(("}}, 400, "structured_outputs.regex can not be compiled"),
+    (COMPLETIONS, {**TEXT, "structured_outputs": {"regex": "a" * 65537}}, 400, "at most 65536 bytes here, got 65537"),
+    (CHATS, {**CHAT, "response_format": LONG_SCHEMA}, 400, "structured_outputs may have at most 65536 bytes here"),
     (COMPLETIONS, {**TEXT, "structured_outputs": {}}, 400, "structured_outputs takes exactly one of"),
     (COMPLETIONS, {**TEXT, "structured_outputs": {"structural_tag": "a"}}, 400, "structured_outputs.structural_tag"),
     (GENERATE, {**IDS, "sampling_params": {"structured_outputs": {"json": "{"}}}, 400, "is no JSON"),

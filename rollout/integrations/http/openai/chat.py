@@ -38,6 +38,7 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     session = session_of(request)
     prompt = Prompt(await _prompt_ids(service, asked, session))
     job = asked_by(request, asked.request_id, [prompt], params, prefix="chatcmpl-")
+    await service.prepare(job)
     read_by = await apart(lambda: _reading(service, asked, prompt.token_ids), len(prompt.token_ids))
     answering = _Chat(service, asked, job, session, read_by)
     if asked.stream:

@@ -31,6 +31,7 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
     prompts = await completion_prompts(service, asked)
     job = asked_by(request, asked.request_id, prompts, params, prefix="cmpl-")
+    await service.prepare(job)
     answering = _Completion(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

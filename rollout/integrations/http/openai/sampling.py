@@ -86,9 +86,11 @@ def params_of(asked: Sampling, settings: ServeSettings, **more: Any) -> Sampling
     try:
         if asked.structured_outputs is not None:
             given["structured_outputs"] = StructuredOutputsParams(**asked.structured_outputs.model_dump(by_alias=True))
-        return SamplingParams(**given, **more)
+        params = SamplingParams(**given, **more)
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).split()[0]) from error
+    _check_grammar(params.structured_outputs, settings.max_grammar_bytes)
+    return params
 
 
 def _token_id(text: str) -> int:
@@ -103,6 +105,14 @@ def _check_stops(stop: str | list[str] | None, most: int) -> None:
     if len(stops) > most or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
         raise ApiError(
             400, f"at most {most} stop strings of {MOST_STOP_CHARACTERS} characters in all are allowed", param="stop"
+        )
+
+
+def _check_grammar(asked: StructuredOutputsParams | None, most: int) -> None:
+    size = 0 if asked is None else asked.num_bytes
+    if size > most:
+        raise ApiError(
+            400, f"structured_outputs may have at most {most} bytes here, got {size}", param="structured_outputs"
         )
 
 

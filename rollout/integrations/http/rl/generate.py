@@ -89,6 +89,7 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
         adapter=adapter,
     )
     job = asked_by(request, asked.request_id, [Prompt(asked.token_ids)], params)
+    await service.prepare(job)
     answering = _Generation(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

@@ -122,6 +122,7 @@ class SamebitServer:
             sampling_params, len(prompt), self._options, room=room, eos=self._eos, seed=seed
         )
         name = f"{request_id}-{number}"
+        await self._inside.prepare(params)
         if not await self._gate.enter(name):
             return TokenOutput(**requests.turned_away(self._steps.newest))
         try:
