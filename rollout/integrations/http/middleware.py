@@ -1,4 +1,4 @@
-"""Guard the server's doors, before a request is read: its size, where it comes from, and who asks.
+"""Guard the server's doors, before a request is read: its size, that of its head, where it comes from, and who asks.
 
 Plain ASGI: a layer that wraps every piece of a stream would cost more than the stream.
 """
@@ -14,11 +14,76 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from samebit.rollout.integrations.http.errors import ApiError, answer
 
 OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics"))
 """Names what answers without a token: probes and Prometheus have none."""
+
+
+MOST_HEAD_BYTES = 1 << 16
+"""Limits what a request says before its body and behind it: its path and its headers."""
+_TOO_LARGE = f"the path and the headers have more than {MOST_HEAD_BYTES} bytes".encode()
+_TOO_LARGE_ANSWER = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(_TOO_LARGE), _TOO_LARGE)
+)
+
+
+class BoundedHead(HttpToolsProtocol):
+    """Reads requests as uvicorn does, and none of a larger head: everything below comes after it, the API key too."""
+
+    _head = 0
+    """Counts the bytes of the request's path and headers."""
+    _since = 0
+    """Counts the bytes that have come since the parser made something of one: a header that does not end."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._since += len(data)
+        super().data_received(data)
+        if self._since > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head > MOST_HEAD_BYTES:
+            self._refuse()
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        self._head = self._since = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._since = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._since = 0
+        super().on_message_complete()
+
+    def _count(self, size: int) -> None:
+        self._since = 0
+        self._head += size
+        if self._head > MOST_HEAD_BYTES:
+            raise ValueError(_TOO_LARGE)  # to the parser, which ends in `send_400_response`
+
+    def _refuse(self) -> None:
+        """Answer, where no answer has begun that this would be in the middle of; close."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_TOO_LARGE_ANSWER)
+        self.transport.close()
 
 
 class BodyLimit:

@@ -42,8 +42,17 @@ T = TypeVar("T")
 
 
 def session_of(request: Request) -> str | None:
-    """Return the name that the client has given its conversation, if any."""
-    return request.headers.get("x-session-id") or None
+    """Return the name that the client has given its conversation, if any.
+
+    Raises:
+        ApiError: it is too long to be kept.
+    """
+    name = request.headers.get("x-session-id") or None
+    if name is not None and len(name) > LONGEST_ID:
+        raise ApiError(
+            400, f"X-Session-ID may have at most {LONGEST_ID} characters, got {len(name)}", param="X-Session-ID"
+        )
+    return name
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from samebit.rollout.errors import NonFiniteLogitsError, SelfTestError, WorkerSt
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
+from samebit.rollout.integrations.http.middleware import BoundedHead
 from samebit.rollout.integrations.http.openai.prompts import read_template
 from samebit.rollout.integrations.http.openai.tools import check_parser
 from samebit.rollout.integrations.http.service import Service
@@ -219,6 +220,7 @@ class Server:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self.app,
+                http=BoundedHead,
                 log_config=None,
                 access_log=False,
                 server_header=False,
