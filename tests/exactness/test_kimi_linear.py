@@ -179,7 +179,9 @@ def test_what_is_refused() -> None:
         bind(make_model(FAMILY, hidden_act="gelu"))
     with pytest.raises(BindingError, match=r"attention_dropout=0\.1"):
         bind(make_model(FAMILY, attention_dropout=0.1))
-    with pytest.raises(ValueError, match=r"num_speculative_tokens=2, but .* Kimi Delta Attention, .*; allowed for it: 0"):
+    with pytest.raises(
+        ValueError, match=r"num_speculative_tokens=2, but .* Kimi Delta Attention, .*; allowed for it: 0"
+    ):
         RolloutWorker(bound_model(FAMILY), config=RolloutConfig(num_speculative_tokens=2))
 
 

@@ -29,5 +29,5 @@ class ConvShape:
         return False
 
     def slots(self, count: int, rows: int, dtype: torch.dtype, device: str | torch.device) -> LayerStates:
-        """Allocate a layer\'s slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model\'s."""
+        """Allocate a layer's slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model's."""
         return LayerStates(**states_and_windows(self, count, rows, dtype, device))

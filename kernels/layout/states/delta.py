@@ -85,7 +85,7 @@ class DeltaShape:
         return self.by_channel
 
     def slots(self, count: int, rows: int, dtype: torch.dtype, device: str | torch.device) -> DeltaStates:
-        """Allocate a layer\'s slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model\'s."""
+        """Allocate a layer's slots 0 .. count - 1, zeroed, with windows of so many rows; ``dtype``: the model's."""
         chunk = SCAN_CHUNK
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
