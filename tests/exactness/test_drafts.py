@@ -8,6 +8,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams, StructuredOutputsParams
+from samebit.rollout.drafts.group import Own
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import (
@@ -26,7 +27,7 @@ from .families import (
 )
 
 GUESSING = {"num_speculative_tokens": 5, "prompt_lookup_min": 1, "speculative_step_tokens": 200}
-"""Guesses wherever a token stood before, in steps of any size, until they are wrong."""
+"""Guesses wherever a token stood before, in steps of any size."""
 
 CROWDED = {"num_blocks": 14, "block_size": 16, "max_num_batched_tokens": 40, "max_num_seqs": 12}
 SOME = (*FAMILIES[:3], "Qwen3Moe", "GptOss", "Gemma2")
@@ -52,14 +53,20 @@ PARAMS = [
 ]
 
 
+@pytest.fixture
+def undaunted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let wrong guesses change nothing of how many are made."""
+    monkeypatch.setattr(Own, "learn", lambda *_: None)
+
+
 def _again(model: nn.Module, **config: object) -> tuple[list[RequestOutput], list[RequestOutput], dict[str, float]]:
-    """Generate twice with one worker that guesses, the second time from the first answers: most of its guesses are
-    right, and the first of each sample wrong."""
+    """Generate twice with one worker that guesses, the second time from the first answers."""
     with RolloutWorker(model, config=RolloutConfig(**GUESSING, **config)) as worker:  # type: ignore[arg-type]
         first, second = (worker.generate(_prompts(), PARAMS) for _ in range(2))
         return first, second, worker.stats()
 
 
+@pytest.mark.usefixtures("undaunted")
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES if CAMPAIGN else SOME, DTYPES))
 def test_guesses_change_no_bit(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
@@ -78,6 +85,7 @@ def test_guesses_change_no_bit(family: str, dtype: torch.dtype) -> None:
     assert_matches_trainer(model, second, PARAMS)
 
 
+@pytest.mark.usefixtures("undaunted")
 @pytest.mark.parametrize(("family", "dtype"), paired(GUESSED_HYBRIDS, DTYPES))
 def test_guesses_change_no_bit_of_models_with_states(family: str, dtype: torch.dtype) -> None:
     """The first time hardly a guess is right, when the prompts come again most are; what is cached then, and for the
@@ -177,6 +185,7 @@ def test_weights_that_change_between_two_requests_are_those_of_the_second(family
     assert_same_samples(found, plain)
 
 
+@pytest.mark.usefixtures("undaunted")
 @pytest.mark.parametrize("family", ["Qwen3Moe", "NemotronH, experts"])
 def test_experts_are_those_of_a_worker_without_guesses(family: str) -> None:
     model = bound_model(family, torch.float32)
