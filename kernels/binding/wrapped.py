@@ -17,12 +17,13 @@ from samebit.kernels.binding.families.family import Family
 _OF_IMAGES = (
     *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes", "second_per_grid_ts"),
     *("mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds", "spatial_shapes", "pixel_attention_mask"),
+    *("image_sizes_videos", "batch_num_images"),
     *("image_position_ids", "video_position_ids", "num_frames_per_video", "input_features", "input_features_mask"),
 )
 """Names arguments of the wrapping models' forwards, and of the text models in them; the last two hold audio."""
 
 _NOT_OF_TEXT = (
-    *("rope_deltas", "image_hidden_states", "audio_hidden_states"),
+    *("rope_deltas", "image_hidden_states", "video_hidden_states", "audio_hidden_states"),
     *("image_outputs", "video_outputs", "audio_outputs"),
 )
 """Names what the whole model hands on of the wrapping model's output: how far images move the positions behind them,
@@ -32,7 +33,7 @@ _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 """Names the arguments that tell tokens of images, 1 or more, from those of text, 0: of Gemma-3's the second, among
 which it attends to later ones too."""
 
-_OF_THE_WHOLE = ("labels", "vision_feature_layer", "vision_feature_select_strategy")
+_OF_THE_WHOLE = ("labels", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
 """Names arguments that the whole model hands on and that say nothing about text: its loss is made behind the head, and
 what is taken of vision where there are images."""
 

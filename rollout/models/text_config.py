@@ -18,6 +18,7 @@ _READ_HERE = {
     "lfm2_vl": ("lfm2",),
     "llava": ("llama", "mistral", "qwen2"),
     "llava_next": ("llama", "mistral", "qwen2"),
+    "llava_onevision": ("qwen2",),
     "mistral3": ("mistral", "ministral3"),
     "qwen2_vl": ("qwen2_vl_text",),
     "qwen2_5_vl": ("qwen2_5_vl_text",),

@@ -475,6 +475,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     },
     **{f"{name} in Llava": ("Llava", {"vision_config": _CLIPS}) for name in ("Llama", "Mistral", "Qwen2")},
     **{f"{name} in LlavaNext": ("LlavaNext", {"vision_config": _CLIPS}) for name in ("Llama", "Mistral", "Qwen2")},
+    "Qwen2 in LlavaOnevision": ("LlavaOnevision", {"vision_config": {**_TOWER, "vision_use_head": False}}),
 }
 """Holds, by family, what Hugging Face calls the model with vision around it, and what that one's config has; behind
 "in", it is one of several around that family."""

@@ -49,7 +49,13 @@ CHUNK = RolloutConfig(block_size=64)
 VISION = re.compile(r"\.((visual|vision_tower|multi_modal_projector|audio_tower|embed_(vision|audio))\.|image_newline)")
 GEMMA4, GEMMA4_EXPERTS = "Gemma4, inputs of layers, shared keys", "Gemma4, experts"
 GEMMAS = ("Gemma3", GEMMA4, GEMMA4_EXPERTS, "Gemma4Unified")
-AROUND_ANY = ("Qwen3 in InternVL", "GptOss in InternVL", "Llama in Llava", "Mistral in LlavaNext")
+AROUND_ANY = (
+    "Qwen3 in InternVL",
+    "GptOss in InternVL",
+    "Llama in Llava",
+    "Mistral in LlavaNext",
+    "Qwen2 in LlavaOnevision",
+)
 """Lists kinds of vision around any text model with a few of the families that they hold."""
 FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", "Lfm2", *AROUND_ANY)
 """Lists families whose folders with vision load as their text models."""
@@ -148,6 +154,10 @@ def of_images(**inputs: Any) -> dict[str, Any]:
         (
             of_images(spatial_shapes=torch.ones(1, 2), pixel_attention_mask=torch.ones(1, 4)),
             "^spatial_shapes, pixel_attention_mask: ",
+        ),
+        (
+            of_images(image_sizes_videos=torch.ones(1, 2), batch_num_images=torch.ones(1)),
+            "^image_sizes_videos, batch_num_images: ",
         ),
         (
             of_images(position_ids=torch.stack([torch.arange(20), torch.arange(20), torch.zeros(20).long()])[:, None]),

@@ -21,6 +21,7 @@ _AROUND_ANY = {
     "InternVL": ("Llama", "Qwen2", "Qwen3", "Qwen3Moe"),
     "Llava": ("Mistral", "Qwen2"),
     "LlavaNext": ("Llama", "Mistral", "Qwen2"),
+    "LlavaOnevision": ("Qwen2",),
 }
 """Lists, by the prefix of the class names of models with vision that may hold a text model of any family, those of the
 families that are known in them, beside those that say it themselves. Neither does anything to the logits of a head."""
