@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,15 @@ from ray.util import placement_group, remove_placement_group  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 from samebit.kernels import bind, token_logprobs  # noqa: E402
-from samebit.rollout import ModelLoadError, RolloutConfig, SamplingParams, WorkerLostError  # noqa: E402
+from samebit.rollout import (  # noqa: E402
+    ModelLoadError,
+    NoTokenLeftError,
+    RequestError,
+    RolloutConfig,
+    SamplingParams,
+    StructuredOutputsParams,
+    WorkerLostError,
+)
 from samebit.rollout.adapters.pinned import Pinned  # noqa: E402
 from samebit.rollout.fleet.options import FleetOptions  # noqa: E402
 from samebit.rollout.integrations.http.service import Service  # noqa: E402
@@ -108,6 +117,25 @@ def test_a_conversation_is_found_in_the_cache_and_streams(fleet: RayFleet) -> No
             assert output.num_cached_tokens >= len(tokens) - 32
         tokens = tokens + streamed + [turn]
     assert fleet.stats()["router_sessions_moved"] == 0
+
+
+def test_constrained_requests_keep_to_their_grammar(fleet: RayFleet, folder: Path) -> None:
+    """Constrained requests keep to their grammar with the trainer's bits, whatever fails beside them."""
+    fleet.receive_weights(new := model_of(folder, 2))
+    fits = SamplingParams(n=2, max_tokens=40, seed=6, structured_outputs=StructuredOutputsParams(regex="[cd]{9}|no"))
+    unfit = replace(fits, structured_outputs=StructuredOutputsParams(regex="a(("))
+    refused, empty, *others = fleet.submit_all(
+        [PROMPTS[0]] * 2 + PROMPTS * 2, [unfit, replace(fits, min_tokens=15), *[fits] * 2 * len(PROMPTS)]
+    )
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex can not be compiled"):
+        refused.result(HANG)
+    with pytest.raises(NoTokenLeftError, match="structured_outputs"):
+        empty.result(HANG)
+    outputs = [handle.result(HANG) for handle in others]
+    assert all(re.fullmatch("[cd]{9}|no", one.text or "") for output in outputs for one in output.samples)
+    assert differing(bind(new), outputs, 1.0) == 0
+    drawn = [[(one.token_ids, one.logprobs) for one in output.samples] for output in outputs]
+    assert drawn[: len(PROMPTS)] == drawn[len(PROMPTS) :]
 
 
 def test_commands_reach_all_actors(fleet: RayFleet) -> None:

@@ -26,11 +26,13 @@ ray = pytest.importorskip("ray")
 from samebit.rollout import (  # noqa: E402
     AdapterError,
     ModelLoadError,
+    NoTokenLeftError,
     RequestError,
     RequestIdInUseError,
     RolloutConfig,
     RolloutWorker,
     SamplingParams,
+    StructuredOutputsParams,
     WorkerLostError,
     WorkerStateError,
     integrations,
@@ -57,6 +59,7 @@ from samebit.weight_sync.transports.addresses import Sources  # noqa: E402
 from ...forks import CLIENT  # noqa: E402
 from ...noted_stream import noted_stream  # noqa: E402
 from ...patience import HANG, wait_until  # noqa: E402
+from ..http.served import build_folder  # noqa: E402
 from ..tiny_llama import tiny  # noqa: E402
 
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=200, seed=3)
@@ -164,6 +167,26 @@ def test_every_way_to_ask_gives_what_a_local_worker_gives(worker: RayWorker, loc
     *every, single = asyncio.run(at_once())
     assert [drawn(outputs) for outputs in every] == [expected] * 8
     assert drawn(single) == expected[:2]
+
+
+def test_constrained_requests_are_those_of_a_local_worker(cluster: None, tmp_path: Path) -> None:
+    """Constrained requests have the tokens and log-probabilities of a worker in this process; one that is refused, or
+    has no token left, ends with that worker's error and the others go on.
+    """
+    folder = build_folder(tmp_path)
+    constraint = StructuredOutputsParams(regex="[cd]{9}|no")
+    params = replace(seeded(2), max_tokens=20, structured_outputs=constraint)
+    unfit = replace(params, structured_outputs=StructuredOutputsParams(regex="a(("))
+    with RolloutWorker(folder, config=CONFIG) as here, RayWorker.start(folder, config=CONFIG) as remote:
+        expected = here.generate(PROMPTS, params)
+        assert {one.text[0] for output in expected for one in output.samples} <= set("cdn")
+        refused, empty, good = remote.submit_all([PROMPTS[0]] * 3, [unfit, replace(params, min_tokens=15), params])
+        with pytest.raises(RequestError, match=r"structured_outputs\.regex can not be compiled"):
+            refused.result(HANG)
+        with pytest.raises(NoTokenLeftError, match="structured_outputs"):
+            empty.result(HANG)
+        assert drawn([good.result(HANG)]) == drawn(expected[:1])
+        assert drawn(remote.generate(PROMPTS, params)) == drawn(expected)
 
 
 def test_errors_arrive_as_they_are(worker: RayWorker, folder: Path, tmp_path: Path) -> None:

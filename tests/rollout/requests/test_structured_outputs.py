@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samebit.kernels import token_logprobs
+from samebit.recipes import tiny_model
 from samebit.rollout import (
     NoTokenLeftError,
     RequestError,
@@ -39,6 +40,13 @@ SCHEMA: dict[str, Any] = {
     "x-guidance": {"whitespace_flexible": False},
 }
 LARK = 'start: "<" digit ("," digit)~2 ">"\ndigit: /[0-9]/\n'
+
+
+def endless_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that names no end token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
 
 
 def policy(**changes: object) -> LlamaForCausalLM:
@@ -251,6 +259,30 @@ def test_parameters_are_copies_that_travel() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
     with pytest.raises(ValueError, match="structured_outputs must be StructuredOutputsParams or None"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+class Decoder:
+    """Is a tokenizer that is none of transformers'."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (Decoder(), "need a tokenizer of the kind PreTrainedTokenizerFast, .* this worker has a Decoder"),
+        (tiny_model.build_tokenizer(), "can not read this worker's tokenizer: can't determine decoder type"),
+        (endless_tokenizer(), "need an end token, and neither model nor tokenizer names one"),
+    ],
+)
+def test_tokenizers_that_tell_too_little_are_refused_by_name(tokenizer: Any, says: str) -> None:
+    """A tokenizer that does not tell the texts of all tokens, or no end, is refused for what is constrained alone."""
+    with RolloutWorker(policy(eos_token_id=None), tokenizer=tokenizer) as one:
+        params = SamplingParams(stop_token_ids=[4], structured_outputs=StructuredOutputsParams(regex="a"))
+        with pytest.raises(RequestError, match=f"structured_outputs {says}"):
+            one.submit([1], params)
+        assert one.generate([[1]], SamplingParams(max_tokens=3))
 
 
 def test_a_worker_that_can_compile_none_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from ..held_steps import held_steps
 from ..http.served import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+WIDTH = len(TOKENIZER) + 70
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 OTHER_END = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
 C, D, E = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "cde")
@@ -37,13 +38,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "
 PROMPT = [1, 2, 3]
 CD = StructuredOutputsParams(regex="[cd]{12}")
 FREE = StructuredOutputsParams(regex="[cd]*")
-RULED_OUT = {token: -1e30 for token in range(len(TOKENIZER) + 7) if token not in (C, D)}
+RULED_OUT = {token: -1e30 for token in range(WIDTH) if token not in (C, D)}
 """Is the bias that leaves what `CD` does before its end."""
 
 
 def policy(architecture: str = "dense", dtype: torch.dtype = torch.float32, exact: bool = True) -> PreTrainedModel:
     """Return a model of random weights, whose logits are wider than the tokenizer."""
-    sizes = {**SIZES, "vocab_size": len(TOKENIZER) + 7, "initializer_range": 0.2}
+    sizes = {**SIZES, "vocab_size": WIDTH, "initializer_range": 0.2}
     return bind(tiny_model.build_model(TOKENIZER, 3, architecture, **sizes).to(dtype), ssm_chunk=16, exact=exact)
 
 
@@ -161,7 +162,7 @@ def test_likely_tokens_are_those_of_the_model(worker: RolloutWorker, temperature
 def test_tokens_that_the_tokenizer_has_not_are_never_drawn(worker: RolloutWorker) -> None:
     """Tokens that the tokenizer has not, of a model whose logits are wider, and those of no text, are never drawn."""
     whatever = StructuredOutputsParams(regex="(.|\n){30}")
-    nameless = [*range(len(TOKENIZER), len(TOKENIZER) + 7), OTHER_END]
+    nameless = [*range(len(TOKENIZER), WIDTH), OTHER_END]
     params = keeping_to(whatever, n=4, max_tokens=160, logit_bias=dict.fromkeys(nameless, 90.0))
     [output] = worker.generate([PROMPT], params)
     drawn = {token for sample in output.samples for token in sample.token_ids}
