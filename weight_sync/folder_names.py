@@ -48,7 +48,8 @@ transformers 4.52, when the text model had its head with it."""
 _TRANSPOSED = ("qwen3_moe", "qwen3_vl_moe_text")
 _GEMMAS = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
 _QWENS = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", *_TRANSPOSED)
-_INSIDE = (*_GEMMAS, "mistral", "ministral3", "llama", "gpt_oss", "lfm2", *_QWENS)
+_GLMS = ("glm4", "glm4v_text", "glm4_moe", "glm4v_moe_text")
+_INSIDE = (*_GEMMAS, "mistral", "ministral3", "llama", "gpt_oss", "lfm2", *_QWENS, *_GLMS)
 """Lists the types of text models that transformers also wraps with vision, without a rule that leads from one's names
 to the other's, and those of them whose folders may have the experts' weights with inputs before outputs."""
 

@@ -270,7 +270,7 @@ class Plan:
             return self.experts.block(name, module)
         if kind in (*family.class_names("MLP"), family.mlp.class_name):
             return Attachment(bound.mlp_forward, self._mlp(name, module))
-        if kind == family.class_name("RMSNorm"):
+        if kind in (family.class_name("RMSNorm"), family.norm.class_name):
             facts = bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)
             return Attachment(bound.rms_norm_forward, facts)
         if type(module) is nn.Linear:

@@ -14,6 +14,8 @@ _READ_HERE = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
+    "glm4v": ("glm4v_text",),
+    "glm4v_moe": ("glm4v_moe_text",),
     "internvl": ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"),
     "lfm2_vl": ("lfm2",),
     "llava": ("llama", "mistral", "qwen2"),
@@ -29,6 +31,8 @@ _READ_HERE = {
 have."""
 
 _PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4v_text": ("glm4", {"attention_bias": True}),
+    "glm4v_moe_text": ("glm4_moe", {}),
     "qwen2_vl_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
     "qwen3_vl_text": ("qwen3", {}),
@@ -45,6 +49,9 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 _OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "is_causal", "tie_word_embeddings", "head_dim")
 """Names keys that transformers reads of every config, whether its class declares them or not."""
+
+_OF_A_LOSS = ("router_aux_loss_coef",)
+"""Names keys that a trainer's own loss alone reads, which a rollout has not."""
 
 _OF_THE_FILE = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
@@ -94,16 +101,24 @@ def _as_plain(text: Any) -> Any:
     What the class of the latter does not declare, it does not read, and is left out."""
     name, fixed = _PLAIN[text.model_type]
     kind: Any = CONFIG_MAPPING[name]
-    given, declared = text.to_dict(), type(text)().to_dict().keys() - {*_OF_THE_FILE}
-    strange = sorted(declared - kind().to_dict().keys() - {*_OF_ANY})
+    given, declared = text.to_dict(), type(text)().to_dict().keys() - {*_OF_THE_FILE, *_OF_A_LOSS}
+    usual = kind().to_dict()
+    strange = sorted(declared - usual.keys() - {*_OF_ANY})
     if strange:
         raise ModelLoadError(
             f"the text_config of a {text.model_type} has {', '.join(strange)}, which is not known to be computed as in "
             f"a {kind.model_type}: give the bound module of the whole, or another version of transformers"
         )
     values = {key: given[key] for key in sorted({*declared, *_OF_ANY} & given.keys())}
-    rope = values.pop("rope_parameters") or {}
-    return kind(**values, **fixed, rope_parameters={key: value for key, value in rope.items() if key not in _OF_IMAGES})
+    rope = {key: value for key, value in (values.pop("rope_parameters") or {}).items() if key not in _OF_IMAGES}
+    # The plain model's class has numbers of its own for these, and the other's what follows.
+    if usual.get("head_dim") is not None and values.get("head_dim") is None:
+        values["head_dim"] = text.hidden_size // text.num_attention_heads
+    if "partial_rotary_factor" in (usual["rope_parameters"] or {}):
+        values["partial_rotary_factor"] = given.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    plain = kind(**values, **fixed, rope_parameters=rope)
+    plain.eos_token_id = given.get("eos_token_id")
+    return plain
 
 
 def _check_is_read(config: Any, text: Any) -> None:

@@ -464,6 +464,8 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma4Unified": ("Gemma4Unified", _GEMMA4_12BS),
     "Mistral": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
     "Ministral3": ("Mistral3", {"vision_config": {**_TOWER, "head_dim": 16}}),
+    "Glm4, as inside of GLM-4.1V": ("Glm4v", {"vision_config": {**_QWENS_IMAGES, "image_size": 16}}),
+    "Glm4Moe, biases": ("Glm4vMoe", {"vision_config": {**_QWENS_IMAGES, "image_size": 16}}),
     "Qwen2": ("Qwen2_5_VL", {"vision_config": {**_QWENS_IMAGES, "fullatt_block_indexes": [0]}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
     "Qwen3Moe": ("Qwen3VLMoe", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
@@ -481,6 +483,8 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
 "in", it is one of several around that family."""
 
 IMAGES_TURN: dict[str, dict[str, Any]] = {
+    "Glm4v": {"mrope_section": [4, 5, 3]},
+    "Glm4vMoe": {"mrope_section": [4, 5, 4]},
     "Qwen2_5_VL": {"mrope_section": [9, 8, 8]},
     "Qwen3VL": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
     "Qwen3VLMoe": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},

@@ -74,6 +74,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "Glm4Moe, biases": ("Glm4Moe", {**GROUPS, "head_dim": 52, "attention_bias": True}),  # as inside of GLM-4.5V
     "SolarOpen": ("SolarOpen", {**GROUPS, "head_dim": 50, "attention_bias": True}),
     "HunYuanMoEV1": (
         "HunYuanMoEV1",
@@ -187,6 +188,13 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Glm": ("Glm", {"head_dim": 52}),
     "Glm4": ("Glm4", {"head_dim": 52, "tie_word_embeddings": True}),
+    "Glm4, as inside of GLM-4.1V": (
+        "Glm4",
+        {
+            "head_dim": 50,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.48},
+        },
+    ),
     "Ernie4_5": ("Ernie4_5", {"head_dim": 50, "use_bias": True}),
     "Gemma4": ("Gemma4", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "Gemma4Unified": (

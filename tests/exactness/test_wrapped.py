@@ -37,7 +37,18 @@ from samebit.rollout.errors import ModelLoadError
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
 
 from .compare import assert_matches_trainer
-from .families import CAMPAIGN, DTYPES, WHOLES, in_text, make_config, make_model, make_wrapped, paired, token_ids
+from .families import (
+    CAMPAIGN,
+    CORRECTIONS,
+    DTYPES,
+    WHOLES,
+    in_text,
+    make_config,
+    make_model,
+    make_wrapped,
+    paired,
+    token_ids,
+)
 from .gradients import hugging_face, relative_error
 from .layouts import alone, assert_same_bits
 from .lora import wake
@@ -57,7 +68,11 @@ AROUND_ANY = (
     "Qwen2 in LlavaOnevision",
 )
 """Lists kinds of vision around any text model with a few of the families that they hold."""
-FOLDERS = ("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", "Lfm2", *AROUND_ANY)
+GLMS = ("Glm4, as inside of GLM-4.1V", "Glm4Moe, biases")
+FOLDERS = (
+    *("Qwen3_5", "Qwen3_5Moe", *GEMMAS, "Mistral", "Ministral3", *GLMS, "Qwen2", "Qwen3", "Qwen3Moe", "Lfm2"),
+    *AROUND_ANY,
+)
 """Lists families whose folders with vision load as their text models."""
 KINDS = tuple(name for name in WHOLES if CAMPAIGN or name in AROUND_ANY or name == in_text(name))
 """Lists kinds of vision and families; without `make soak` not all that those around any text model hold."""
@@ -183,14 +198,16 @@ def test_a_cache_is_refused_and_none_is_handed_on(wrapped: PreTrainedModel) -> N
 
 def halved(model: PreTrainedModel) -> PreTrainedModel:
     """Return a trainer after a step."""
-    scalars = [tensor for name, tensor in model.named_buffers() if name.endswith("layer_scalar")]  # Gemma 4's
+    weights = [tensor for name, tensor in model.named_buffers() if name.endswith(("layer_scalar", *CORRECTIONS))]
     with torch.no_grad():
-        for tensor in (*model.parameters(), *scalars):
+        for tensor in (*model.parameters(), *weights):
             tensor.mul_(0.5)
     return model
 
 
-@pytest.mark.parametrize(("name", "tied"), [(name, not name.endswith(("Moe", "Llava"))) for name in FOLDERS])
+@pytest.mark.parametrize(
+    ("name", "tied"), [(name, "Moe" not in name and not name.endswith("Llava")) for name in FOLDERS]
+)
 def test_a_folder_and_every_way_of_an_update(name: str, tied: bool, tmp_path: Path) -> None:
     trainer = bind(make_wrapped(name, tied=tied))
     folder = tmp_path / "first"
@@ -230,6 +247,10 @@ def published(folder: Path, *, tied: bool) -> None:
         add(folder, "mtp.layers.0.mlp.up_proj.weight", "model.language_model.layers.3.input_layernorm.weight")
     if config["model_type"] == "gemma4" and config["text_config"]["num_kv_shared_layers"]:
         add(folder, *(f"model.language_model.layers.3.self_attn.{name}.weight" for name in ("k_proj", "v_proj")))
+    if config["model_type"].startswith("glm4v"):
+        rope = config["text_config"].pop("rope_parameters")
+        turned = {"rope_type": "default", "mrope_section": rope.pop("mrope_section")}
+        config["text_config"].update(**rope, rope_scaling=turned)
     if config["model_type"] == "qwen2_5_vl":  # whose published configs are flat
         text = config.pop("text_config")
         rope = text.pop("rope_parameters")

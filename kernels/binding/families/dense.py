@@ -109,6 +109,13 @@ DENSE = (
     Family("Exaone4", unchanged, attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True))),
     Family("HunYuanDenseV1", unchanged, attention=HUNYUANS),
     Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=PRE_NORM),
-    Family("Glm4", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused")),
+    Family(
+        "Glm4",
+        unchanged,
+        attention=_NEIGHBOURS,
+        norm=NormFamily(class_name="Glm4vRMSNorm"),
+        mlp=MLPFamily("fused"),
+        wrapped=VisionFamily("Glm4v", text="Glm4vText"),
+    ),
     Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=PRE_NORM),
 )

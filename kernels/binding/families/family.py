@@ -112,10 +112,12 @@ class AttentionFamily:
 @dataclass(frozen=True)
 class NormFamily:
     """Describes the RMSNorm of one family: ``offset`` is added to its weight (Gemma stores weight - 1), and epsilon is
-    its attribute ``eps``."""
+    its attribute ``eps``. ``class_name``: of its module, where that is not the family's for RMSNorm inside of every
+    model."""
 
     offset: float = 0.0
     eps: str = "variance_epsilon"
+    class_name: str = ""
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -207,6 +209,7 @@ class VisionFamily:
         unread: keys of the text model's config that the text model alone reads, and the whole does not.
         normalised: its routers divide weights by their sum, and have no key that says so.
         epilogue: what the whole does to the logits of its head.
+        attention: that of the text model in it, where it is not that of the text model alone.
     """
 
     prefix: str
@@ -214,6 +217,7 @@ class VisionFamily:
     unread: tuple[str, ...] = ()
     normalised: bool = False
     epilogue: Epilogue = unchanged
+    attention: AttentionFamily | None = None
 
 
 @dataclass(frozen=True)
@@ -263,10 +267,11 @@ class Family:
         """Return the family as it is inside of one with vision."""
         if self.wrapped is None:
             return self
-        experts = self.experts
+        experts, attention = self.experts, self.wrapped.attention or self.attention
         if experts is not None and self.wrapped.normalised:
             experts = replace(experts, normalised=True)
-        return replace(self, prefix=self.wrapped.text or self.prefix, epilogue=self.wrapped.epilogue, experts=experts)
+        inside = replace(self, attention=attention, experts=experts)
+        return replace(inside, prefix=self.wrapped.text or self.prefix, epilogue=self.wrapped.epilogue)
 
     @property
     def whole_class(self) -> str:

@@ -20,6 +20,7 @@ from samebit.kernels.binding.families.family import (
     AttentionFamily,
     Family,
     MLPFamily,
+    NormFamily,
     RotationFamily,
     VisionFamily,
 )
@@ -47,8 +48,10 @@ MIXTURES = (
         "Glm4Moe",
         unchanged,
         attention=AttentionFamily("head", "use_qk_norm"),
+        norm=NormFamily(class_name="Glm4vMoeRMSNorm"),  # that of the last norm in GLM-4.5V
         experts=SIGMOID,
         layers=PRE_NORM,
+        wrapped=VisionFamily("Glm4vMoe", text="Glm4vMoeText", attention=AttentionFamily()),  # without such norms
     ),
     Family("Dots1", unchanged, attention=AttentionFamily("head"), experts=SIGMOID, layers=PRE_NORM),
     Family("SolarOpen", unchanged, experts=SIGMOID, layers=PRE_NORM),
