@@ -7,9 +7,12 @@ number is None here; the caller names the field, the value given and the values 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 _LONGEST = 200
 """The most characters of a value that an error shows."""
 
@@ -38,12 +41,36 @@ def as_number(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Return what a caller gave as an error shows it, whatever its length."""
+    """Return what a caller gave as an error shows it, whatever its length: no more of it is read than that."""
     try:
-        text = repr(value)
+        text = repr(_beginning(value, [_LONGEST]))
     except ValueError:  # an int of more than 4,300 digits has no repr
         text = f"an {type(value).__name__} of too many digits to show"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _beginning(value: object, left: list[int]) -> object:
+    """Return a value with as many items as can be shown: each takes a character at least, and so does each level.
+    left: how many characters there are behind what was taken."""
+    if left[0] < 0:
+        return None
+    if type(value) is str or type(value) is bytes:
+        return value[: _LONGEST + 1]
+    if type(value) is dict:
+        return {_beginning(key, left): _beginning(one, left) for key, one in _taken(value.items(), left)}
+    if type(value) is list:
+        return [_beginning(one, left) for one in _taken(value, left)]
+    if type(value) is tuple:
+        return tuple(_beginning(one, left) for one in _taken(value, left))
+    return value
+
+
+def _taken(items: Iterable[T], left: list[int]) -> Iterator[T]:
+    for one in items:
+        left[0] -= 1
+        yield one
+        if left[0] < 0:
+            return
 
 
 def is_positive_number(value: object) -> bool:

@@ -29,6 +29,8 @@ from samebit.rollout.fleet.options import FleetOptions
 
 PREFIX = "SAMEBIT_SERVE_"
 SECRETS = ("api_key", "control_token")
+MOST_PROMPTS = 1 << 16
+"""Limits what `max_prompts` may be: more are refused before each is looked at."""
 CONTROLS = ("off", "loopback", "token")
 _WORDS = {"true": True, "false": False}
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
@@ -101,6 +103,8 @@ class ServeSettings:
         for name in ("request_seconds", "stall_seconds"):
             if vars(self)[name] is not None and not vars(self)[name] > 0:
                 raise ValueError(f"{name} must be above 0, got {vars(self)[name]}")
+        if self.max_prompts > MOST_PROMPTS:
+            raise ValueError(f"max_prompts must be at most {MOST_PROMPTS}, got {self.max_prompts}")
         if self.replica_cpus is not None and self.replica_cpus < 1:
             raise ValueError(f"replica_cpus must be at least 1, got {self.replica_cpus}")
         if self.max_restarts is not None and self.max_restarts < 0:

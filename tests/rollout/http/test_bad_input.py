@@ -16,6 +16,7 @@ from samebit.rollout.integrations.http.openai.requests import (
     TokenizeRequest,
 )
 from samebit.rollout.integrations.http.rl.requests import AbortRequest, GenerateRequest, UpdateInfo
+from samebit.rollout.integrations.http.settings import MOST_PROMPTS
 
 from .served import Served
 
@@ -151,6 +152,41 @@ def test_a_body_that_is_wrong_throughout_is_few_errors(model: type[Strict], body
     with pytest.raises(ValidationError) as wrong:
         model.model_validate(body)
     assert wrong.value.error_count() <= 4  # one for each form that the field may have
+
+
+SMALL = {"type": "text", "text": ""}
+CALLED = {"id": "a", "function": {"name": "a", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "a"}}
+CROWDS = [
+    (CompletionRequest, {"prompt": [[1]] * (MOST_PROMPTS + 1)}, "prompt", "65536 prompts, not 65537"),
+    (CompletionRequest, {"prompt": ["a"] * (MOST_PROMPTS + 1)}, "prompt", "65536 prompts, not 65537"),
+    (ChatRequest, {"messages": [USER] * 16385}, "messages", "16384 messages, not 16385"),
+    (ChatRequest, {"messages": [{**USER, "content": [SMALL] * 100}] * 163}, "messages", "calls, not 16463"),
+    (ChatRequest, {"messages": [{**USER, "tool_calls": [CALLED] * 16384}]}, "messages", "and calls, not 16385"),
+    (TokenizeRequest, {"messages": [USER] * 16385}, "messages", "16384 messages, not 16385"),
+    (ChatRequest, {**CHAT, "tools": [TOOL] * 16385}, "tools", "16384 tools, not 16385"),
+    (TokenizeRequest, {"messages": [USER], "tools": [TOOL] * 16385}, "tools", "16384 tools, not 16385"),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "field", "says"), CROWDS)
+def test_too_many_items_are_counted_before_they_are_read(
+    model: type[Strict], body: dict[str, object], field: str, says: str
+) -> None:
+    """Items of which there are too many are counted, and none is read: a million took seconds and a gigabyte."""
+    with pytest.raises(ValidationError) as wrong:
+        model.model_validate(body)
+    [error] = wrong.value.errors()
+    assert error["loc"] == (field,)
+    assert says in error["msg"]
+
+
+def test_as_many_items_as_there_may_be_are_read() -> None:
+    """A prompt of ids may be longer than there may be prompts."""
+    assert len(CompletionRequest(prompt=[1] * (MOST_PROMPTS + 1)).prompt) == MOST_PROMPTS + 1
+    assert len(CompletionRequest(prompt=[[1]] * MOST_PROMPTS).prompt) == MOST_PROMPTS
+    many = {"messages": [{**USER, "content": [SMALL] * 16383}], "tools": [TOOL] * 16384}
+    assert len(ChatRequest.model_validate(many).tools or ()) == 16384
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ([], {}, "port: 1\napi_key: @s3cret", "are not YAML, line 2, column 10$"),
         (["--port", "70000"], {}, "", "port must be from 0 to 65535, got 70000"),
         (["--max-n", "0"], {}, "", "max_n must be at least 1, got 0"),
+        (["--max-prompts", "65537"], {}, "", "max_prompts must be at most 65536, got 65537"),
+        (["--max-grammar-bytes", "0"], {}, "", "max_grammar_bytes must be at least 1, got 0"),
         (["--replicas", "0"], {}, "", "replicas must be at least 1, got 0"),
         (["--replicas", "2", "--replica-cpus", "0"], {}, "", "replica_cpus must be at least 1, got 0"),
         (["--ray-address", "auto"], {}, "", "ray_address is for several replicas, and replicas is 1"),

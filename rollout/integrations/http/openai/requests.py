@@ -5,6 +5,7 @@ Invariants
 * A field that is not named here is refused, and so is a value that would have no effect.
 * What is wrong in a body is few errors, since each takes far more memory than what it is about: a list is refused at
   its first wrong item, and an object of more fields than can be meant as a whole.
+* What is right in a body, and too much of it, is counted before it is read: prompts, messages, tools.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from samebit.rollout.integrations.http.settings import MOST_PROMPTS
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Logit = Annotated[float, Field(ge=-100, le=100)]
@@ -34,6 +37,40 @@ def _of_few_fields(given: object) -> object:
             "Input should have at most {most} fields, not {count}",
             {"most": MOST_FIELDS, "count": len(given)},
         )
+    return given
+
+
+MOST_MESSAGES = MOST_TOOLS = 1 << 14
+
+
+def _check_few(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise PydanticCustomError(
+            "too_many_items",
+            "Input should have at most {most} {what}, not {count}",
+            {"most": most, "what": what, "count": count},
+        )
+
+
+def _of_few_prompts(given: object) -> object:
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        _check_few(len(given), MOST_PROMPTS, "prompts")
+    return given
+
+
+def _of_few_messages(given: object) -> object:
+    """Count messages with their parts and their calls."""
+    if isinstance(given, list):
+        _check_few(len(given), MOST_MESSAGES, "messages")
+        inner = (one.get(name) for one in given if isinstance(one, dict) for name in ("content", "tool_calls"))
+        count = len(given) + sum(len(one) for one in inner if isinstance(one, list))
+        _check_few(count, MOST_MESSAGES, "messages, parts and calls")
+    return given
+
+
+def _of_few_tools(given: object) -> object:
+    if isinstance(given, list):
+        _check_few(len(given), MOST_TOOLS, "tools")
     return given
 
 
@@ -98,12 +135,13 @@ class Common(Sampling):
 class CompletionRequest(Common):
     """Asks for continuations of prompts."""
 
-    prompt: (
+    prompt: Annotated[
         Annotated[str, Field(min_length=1)]
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[Texts, Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-    )
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+        BeforeValidator(_of_few_prompts),
+    ]
     max_tokens: Count | None = 16
     echo: bool | None = None
     logprobs: Count | None = None
@@ -182,8 +220,8 @@ class Tool(Strict):
     function: Function
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True)]
-Tools = Annotated[list[Tool], Field(fail_fast=True)]
+Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_of_few_messages)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), BeforeValidator(_of_few_tools)]
 
 
 class NamedSchema(Strict):
