@@ -16,6 +16,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from pydantic import BaseModel
 
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
 
 Finish = Literal["stop", "length", "abort", "tool_calls"]
 
@@ -109,9 +110,13 @@ class TextAnswer(BaseModel):
     prompt: str
 
 
-def num_tokens(outputs: Sequence[RequestOutput]) -> int:
-    """Return how many tokens an answer may have to be written for."""
-    return sum(len(one.prompt_token_ids) + sum(len(sample.token_ids) for sample in one.samples) for one in outputs)
+def num_tokens(outputs: Sequence[RequestOutput], params: SamplingParams) -> int:
+    """Return how many tokens an answer may have to be written for, alternatives among them."""
+    before, behind = (1 + (count or 0) for count in (params.prompt_logprobs, params.logprobs))
+    return sum(
+        len(one.prompt_token_ids) * before + sum(len(sample.token_ids) for sample in one.samples) * behind
+        for one in outputs
+    )
 
 
 def usage(outputs: list[RequestOutput], *, sampled: bool = True) -> dict[str, Any]:

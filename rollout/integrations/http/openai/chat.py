@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
+from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer, written
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
 from samebit.rollout.integrations.http.openai.answers import num_tokens, usage
@@ -88,17 +88,18 @@ class _Chat:
         model = self._asked.model or self._service.model.name
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": model}
 
-    async def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the answer."""
+    async def whole(self, output: RequestOutput) -> bytes:
+        """Return the answer, as JSON."""
         answer = self._head("chat.completion")
-        read = await apart(lambda: [self._read(output, sample) for sample in output.samples], num_tokens([output]))
+        size = num_tokens([output], self._job.params)
+        read = await apart(lambda: [self._read(output, sample) for sample in output.samples], size)
         for sample, (parsed, _) in zip(output.samples, read, strict=True):
             self._note(output, sample, parsed)
         answer["choices"] = [choice for _, choice in read]
         answer["usage"] = usage([output])
         if self._asked.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
-        return answer
+        return await apart(lambda: written(answer), size)
 
     def _read(self, output: RequestOutput, sample: SampleOutput) -> tuple[Parsed, dict[str, Any]]:
         """Return what a sample says, and the choice that says it."""

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
+from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer, written
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
 from samebit.rollout.integrations.http.openai.answers import num_tokens, usage
@@ -37,7 +37,8 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
     outputs = await service.outputs(job, request)
     before = await answering.echoed()
-    return JsonAnswer(await apart(lambda: answering.whole(outputs, before), num_tokens(outputs)))
+    size = num_tokens(outputs, params)
+    return JsonAnswer(await apart(lambda: written(answering.whole(outputs, before)), size))
 
 
 class _Completion:

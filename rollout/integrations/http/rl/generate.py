@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
+from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer, written
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai.answers import WeightSpan, num_tokens, usage
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts, Top, ranked
@@ -94,7 +94,7 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
     outputs = await service.outputs(job, request)
-    return JsonAnswer(await apart(lambda: answering.whole(outputs[0]), num_tokens(outputs)))
+    return JsonAnswer(await apart(lambda: written(answering.whole(outputs[0])), num_tokens(outputs, params)))
 
 
 def _with_inner(asked: GenerateRequest) -> GenerateRequest:
