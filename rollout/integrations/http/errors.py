@@ -207,7 +207,10 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _param(error: Any) -> str | None:
-    path = [part for part in error["loc"][1:] if isinstance(part, int) or _is_a_field(part)]
+    *inside, last = error["loc"][1:] or [None]
+    path = [part for part in inside if isinstance(part, int) or _is_a_field(part)]
+    if last is not None and (isinstance(last, int) or error["type"] == "extra_forbidden" or _is_a_field(last)):
+        path.append(last)
     return ".".join(map(str, path)) or None
 
 

@@ -22,6 +22,13 @@ def below(root: str | None, folder: str, param: str) -> Path:
     path = (top / folder).resolve()
     if not path.is_relative_to(top):
         raise ApiError(403, "the folder is not below --weight-root", param=param)
-    if not path.is_dir():
+    if not _is_folder(path):
         raise ApiError(404, "there is no such folder below --weight-root", param=param)
     return path
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a part of the name is longer than any file's
+        return False
