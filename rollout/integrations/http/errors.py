@@ -81,6 +81,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+LONGEST_PARAM = 200
 PIECE = 64
 """Counts the items of a list that are encoded in one call, which no other thread can interrupt."""
 
@@ -196,7 +197,7 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
     first = max(errors, key=lambda error: len(error["loc"]))
     param = _param(first)
     if first["type"] == "extra_forbidden":
-        message = f"there is no field {param!r}; nothing that is passed is ignored"
+        message = f"there is no field {shown(param)}; nothing that is passed is ignored"
     elif first["type"] == "json_invalid":
         return "the body is no JSON: " + str(first.get("ctx", {}).get("error", "")), None
     elif isinstance(first.get("input"), bytes):
@@ -207,11 +208,12 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _param(error: Any) -> str | None:
+    """Return the path of the field that an error is about; of a name that the client has made up, its beginning."""
     *inside, last = error["loc"][1:] or [None]
     path = [part for part in inside if isinstance(part, int) or _is_a_field(part)]
     if last is not None and (isinstance(last, int) or error["type"] == "extra_forbidden" or _is_a_field(last)):
         path.append(last)
-    return ".".join(map(str, path)) or None
+    return ".".join(map(str, path))[:LONGEST_PARAM] if path else None
 
 
 def _of_all_forms(first: Any, errors: Sequence[Any]) -> str:

@@ -33,6 +33,8 @@ BAD = [
     (COMPLETIONS, [], 400, "the body: "),
     (COMPLETIONS, {**TEXT, "model": "gpt-9"}, 404, "there is no model 'gpt-9' here"),
     (COMPLETIONS, {**TEXT, "tempurature": 1}, 400, "no field 'tempurature'"),
+    (COMPLETIONS, {**TEXT, "": 1}, 400, "no field ''; nothing"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "x-y": 1}]}, 400, "no field 'messages.0.x-y'; nothing"),
     (COMPLETIONS, {**TEXT, "prompt": ""}, 400, "prompt"),
     (COMPLETIONS, {**TEXT, "prompt": []}, 400, "prompt: List should have at least 1 item"),
     (COMPLETIONS, {**TEXT, "prompt": 5}, 400, "prompt: Input should be a valid string, or a valid list, got 5"),
@@ -121,6 +123,13 @@ def test_bad_input_is_named(served: Served, path: str, body: object, status: int
     assert says in error["message"]
     assert error["type"]
     assert served.service.admission.inside == 0
+
+
+def test_of_a_long_name_of_a_field_the_beginning_is_told(served: Served) -> None:
+    """A name of a field that is as long as a body may be does not come back in the answer, twice."""
+    answer = served.post(COMPLETIONS, {**TEXT, "a" * 150_000: 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "a" * 200)
+    assert len(answer.content) < 1000
 
 
 MANY = 5000

@@ -304,6 +304,7 @@ def test_a_pause_that_waits_keeps_no_request_and_so_no_cache(served: Served) -> 
         ("/update_weights", {"weight_dir": "../.."}, 403, "not below --weight-root"),
         ("/update_weights", {"weight_dir": "/etc"}, 403, "not below --weight-root"),
         ("/update_weights", {"weight_dir": "nowhere"}, 404, "no such folder"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a" * 256}, 404, "no such folder"),
         ("/update_weights", {"weight_dir": "a" * 300}, 404, "no such folder"),
     ],
 )

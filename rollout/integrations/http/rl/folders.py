@@ -5,6 +5,7 @@ Invariant: it lies below the root, whatever links and dots its name has.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from samebit.rollout.integrations.http.errors import ApiError
@@ -30,5 +31,7 @@ def below(root: str | None, folder: str, param: str) -> Path:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a part of the name is longer than any file's
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
         return False
