@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout import NoTokenLeftError, RequestError, StructuredOutputsParams
 from samebit.rollout.integrations.verl.server.server import SamebitServer
+from samebit.rollout.structured_outputs import grammars
 
 from ..held_steps import held_steps
 from ..http.served import build_folder, byte_tokenizer
@@ -69,6 +70,23 @@ def test_a_response_keeps_to_what_an_agent_loop_says(folder: Path) -> None:
         assert len(other.token_ids) <= 20
 
     serve(folder, check, ignore_eos=False, worker=WORKER)
+
+
+def test_a_grammar_is_compiled_beside_the_actors_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar is compiled beside the actor's event loop, where the other responses and the trainer's calls are."""
+    in_loops: list[bool] = []
+    compiled = grammars._compiled
+
+    def noted(*given: Any) -> Any:
+        in_loops.append(asyncio._get_running_loop() is not None)
+        return compiled(*given)
+
+    async def check(server: SamebitServer) -> None:
+        await asyncio.gather(*(server.generate([1, 5], ask(regex="a{3}"), f"{number}") for number in range(3)))
+
+    monkeypatch.setattr(grammars, "_compiled", noted)
+    serve(folder, check, ignore_eos=False, worker=WORKER)
+    assert in_loops == [False]
 
 
 def test_a_response_may_end_by_the_tokenizers_end(folder: Path, tmp_path: Path) -> None:
