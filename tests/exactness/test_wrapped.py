@@ -42,6 +42,7 @@ from .families import (
     CORRECTIONS,
     DTYPES,
     WHOLES,
+    cast,
     in_text,
     make_config,
     make_model,
@@ -128,7 +129,7 @@ def test_the_bits_of_the_text_model(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), paired(KINDS, DTYPES))
 def test_near_hugging_face(name: str, dtype: torch.dtype) -> None:
     """A bound model with vision is near one of the same class that is not bound, in float64."""
-    model = make_wrapped(name).to(dtype)
+    model = cast(make_wrapped(name), dtype)
     with torch.no_grad():
         exact = hugging_face(copy.deepcopy(model).double(), SEQUENCES)
         found = alone(bind(model), SEQUENCES)

@@ -24,7 +24,7 @@ _AROUND_ANY = {
     "LlavaOnevision": ("Qwen2",),
 }
 """Lists, by the prefix of the class names of models with vision that may hold a text model of any family, those of the
-families that are known in them, beside those that say it themselves. Neither does anything to the logits of a head."""
+families that are known in them, beside those that say it themselves. None does anything to the logits of a head."""
 
 _WITH_VISION = (
     *(family for family in _LISTED if family.wrapped is not None),
