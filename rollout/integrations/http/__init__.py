@@ -5,8 +5,8 @@ Floors, from the top: `serving` (process, sockets, signals) > `app` (routes), `m
 `admission`, the streams in `step_hub`, spans in `tracing`, `versions` of weights; it holds the counters of `metrics`
 and the sessions of `openai`) > `settings`, `errors`.
 
-Imports what a worker's callers have, `adapters`, `requests`, `control`, `fleet` and `ray` for replicas,
-`samebit.weight_sync`, and of `samebit.kernels` the names of adapters.
+Imports what a worker's callers have, `adapters`, `requests`, `structured_outputs`, `control`, `fleet` and `ray` for
+replicas, `samebit.weight_sync`, and of `samebit.kernels` the names of adapters.
 """
 
 try:

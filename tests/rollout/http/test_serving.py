@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from samebit.rollout.integrations.http.serving import settle
+from samebit.rollout.integrations.http.serving import load, settle
+from samebit.rollout.integrations.http.settings import read_setup
+from samebit.rollout.structured_outputs.grammars import Grammars
 
 from ...patience import HANG
 from .served import Served, serving
@@ -58,3 +60,24 @@ def test_a_sigterm_ends_a_first_process_of_a_container_that_loads() -> None:
         pytest.skip("needs to make a namespace of processes")
     done = subprocess.run([*apart, sys.executable, "-c", FIRST_PROCESS], check=False, timeout=HANG)
     assert done.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_tokenizer_is_read_for_grammars_before_anything_is_served(
+    served: Served, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    """The tokenizer is read while the server loads; without the library it loads all the same."""
+    read, times = Grammars._read_tokenizer, []
+
+    def noted(self: Grammars) -> object:
+        found = read(self)
+        times.append(found)
+        return found
+
+    monkeypatch.setattr(Grammars, "_read_tokenizer", noted)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    worker = load(read_setup([str(served.folder), "--num-threads", "1"], {})).worker
+    worker.close()
+    assert len(times) == installed
