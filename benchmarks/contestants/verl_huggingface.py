@@ -62,6 +62,9 @@ class HuggingFaceWorker:
         length = self._model.config.max_position_embeddings
         self.limits = RequestLimits(self._model.config.vocab_size, length, 1, length, has_tokenizer=True)
 
+    def preparation(self, params: SamplingParams) -> None:
+        """Return None: it constrains nothing, so nothing is compiled."""
+
     def submit(self, prompt: list[int], params: SamplingParams, request_id: str) -> Waiting:
         self.limits.check_prompt(prompt)
         if params != _plain(params):

@@ -63,7 +63,7 @@ def make_block(case: str, dtype: torch.dtype) -> Any:
 
 
 def bound(block: Any, prefix: str) -> nn.Module:
-    plan = Plan(KNOWN[prefix], block.config, block.config.to_dict(), ssm_chunk=64, exact=True)
+    plan = Plan(KNOWN[prefix], block.config, block, ssm_chunk=64, exact=True)
     planned = [(module, plan.attachment_of(name, module)) for name, module in block.named_modules(prefix="mlp")]
     for module, attached in planned:
         if attached is not None:

@@ -384,7 +384,17 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         max_model_len=200,
         enable_prefix_caching=False,
         seed=5,
-        custom={"block_size": 32, "num_threads": 1, "num_cpus": 2, "sync_timeout": 9, "routed_experts": True},
+        custom={
+            "block_size": 32,
+            "num_threads": 1,
+            "num_cpus": 2,
+            "sync_timeout": 9,
+            "routed_experts": True,
+            "num_speculative_tokens": 5,
+            "prompt_lookup_min": 2,
+            "speculative_step_tokens": 9,
+            "speculative_history_tokens": 0,
+        },
         gpu_memory_utilization=0.7,
         enforce_eager=True,
         engine_kwargs={"vllm": {"x": 1}},
@@ -402,6 +412,10 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         seed=8,
         block_size=32,
         num_threads=1,
+        num_speculative_tokens=5,
+        prompt_lookup_min=2,
+        speculative_step_tokens=9,
+        speculative_history_tokens=0,
     )
     assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)
     assert made.routed_experts

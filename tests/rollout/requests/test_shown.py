@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from samebit.rollout.checks import shown
 
 TEXTS = st.text(st.characters(exclude_characters="'\""), max_size=400)  # which of them is around depends on the whole
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | TEXTS.map(str.encode)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | TEXTS
+    | TEXTS.map(lambda text: text.encode(errors="surrogatepass"))
+)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
