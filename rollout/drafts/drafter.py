@@ -98,7 +98,9 @@ class Drafter:
             return
         before = [kept for kept in self._drop(key) if not any(np.array_equal(kept, output) for output in outputs)]
         kept = [*before, *outputs][-max(_MOST_OUTPUTS, len(outputs)) :]
-        if _count(kept) <= self.options.history_tokens:
+        while _count(kept) > self.options.history_tokens:
+            del kept[0]
+        if kept:
             self._history[key] = kept
             self._num_kept += _count(kept)
         while self._num_kept > self.options.history_tokens:

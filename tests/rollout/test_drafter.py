@@ -107,6 +107,15 @@ def test_short_answers_count_for_what_they_take() -> None:
     assert not any(_guess_behind(drafter, [number] * 3, [1, 2]) for number in range(200))
 
 
+def test_of_answers_that_are_too_much_together_the_newest_are_kept() -> None:
+    drafter = _drafter(history=200)
+    for start in (10, 40, 70):
+        _answer(drafter, PROMPT, list(range(start, start + 20)))
+    assert _guess_behind(drafter, PROMPT, [10, 11]) == ()
+    assert _guess_behind(drafter, PROMPT, [40, 41]) == (42, 43, 44, 45)
+    assert _guess_behind(drafter, PROMPT, [70, 71]) == (72, 73, 74, 75)
+
+
 def test_nothing_is_kept_where_all_would_be_too_much_or_guesses_are_not_made() -> None:
     drafter = _drafter(history=50)
     _answer(drafter, PROMPT, ANSWER)
