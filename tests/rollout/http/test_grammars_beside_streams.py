@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from samebit.rollout.structured_outputs import grammars
 
 from ...patience import HANG
+from ..noted_compiling import note_compiling
 from .served import NAME, Served
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -30,14 +30,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_grammar_is_compiled_beside_the_event_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    in_loops: list[bool] = []
-    compiled = grammars._compiled
-
-    def noted(*given: Any) -> Any:
-        in_loops.append(asyncio._get_running_loop() is not None)
-        return compiled(*given)
-
-    monkeypatch.setattr(grammars, "_compiled", noted)
+    in_loops = note_compiling(monkeypatch)
     answer = served.post(path, {"model": NAME, **body})
     assert (answer.status_code, in_loops) == (200, [False]), answer.text
 

@@ -22,10 +22,10 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout import NoTokenLeftError, RequestError, StructuredOutputsParams
 from samebit.rollout.integrations.verl.server.server import SamebitServer
-from samebit.rollout.structured_outputs import grammars
 
 from ..held_steps import held_steps
 from ..http.served import build_folder, byte_tokenizer
+from ..noted_compiling import note_compiling
 from .test_verl_server import OPTIONS, PARAMS, serve
 
 SCHEMA: dict[str, Any] = {
@@ -74,17 +74,11 @@ def test_a_response_keeps_to_what_an_agent_loop_says(folder: Path) -> None:
 
 def test_a_grammar_is_compiled_beside_the_actors_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar is compiled beside the actor's event loop, where the other responses and the trainer's calls are."""
-    in_loops: list[bool] = []
-    compiled = grammars._compiled
-
-    def noted(*given: Any) -> Any:
-        in_loops.append(asyncio._get_running_loop() is not None)
-        return compiled(*given)
+    in_loops = note_compiling(monkeypatch)
 
     async def check(server: SamebitServer) -> None:
         await asyncio.gather(*(server.generate([1, 5], ask(regex="a{3}"), f"{number}") for number in range(3)))
 
-    monkeypatch.setattr(grammars, "_compiled", noted)
     serve(folder, check, ignore_eos=False, worker=WORKER)
     assert in_loops == [False]
 

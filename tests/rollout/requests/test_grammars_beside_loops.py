@@ -19,6 +19,7 @@ from samebit.weight_sync.transports.addresses import Sources
 
 from ...patience import HANG
 from ..http.served import byte_tokenizer
+from ..noted_compiling import note_compiling
 from ..tiny_llama import smallest
 
 TOKENIZER = byte_tokenizer()
@@ -63,14 +64,7 @@ def test_a_grammar_is_compiled_beside_the_event_loop(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     """A grammar is compiled in no event loop, whose other calls would stand still meanwhile."""
-    in_loops: list[bool] = []
-    compiled = grammars._compiled
-
-    def noted(*given: Any) -> Any:
-        in_loops.append(asyncio._get_running_loop() is not None)
-        return compiled(*given)
-
-    monkeypatch.setattr(grammars, "_compiled", noted)
+    in_loops = note_compiling(monkeypatch)
     asyncio.run(call(worker, fresh()))
     assert in_loops == [False]
 
