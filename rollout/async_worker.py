@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from samebit.rollout.adapters.loading import AdapterOptions
@@ -49,13 +50,26 @@ class Sources(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Holds the requests of one call. name: that by which `cancel` finds it, None if none was given."""
+
+    name: str | None
+    handles: Sequence[Handle]
+
+    def cancel(self) -> None:
+        """End its requests with what they have."""
+        for handle in self.handles:
+            handle.cancel()
+
+
 class AsyncWorker:
     """Offers the calls of a worker as coroutines: of one that is `loaded`, or of the one that `build` makes."""
 
     def __init__(self, sources: Sources, loaded: LocalWorker | None = None) -> None:
         self._loaded = loaded
         self._sources = sources
-        self._runs: dict[str | int, Handle] = {}
+        self._runs: dict[str | int, Call | Handle] = {}
         self._early: dict[str | int, None] = {}
         self._turns = asyncio.Semaphore(MOST_COMMANDS)
         self._preparing = Preparing()
@@ -70,35 +84,53 @@ class AsyncWorker:
     async def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        for one in params if isinstance(params, list | tuple) else (params,):
-            await self.prepare(one)
-        return await _results(self.worker.submit_all(prompts, params))
+        return await self.ended(await self.queue_all(prompts, params))
 
     async def run(
         self, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str | None = None
     ) -> RequestOutput:
         """Generate one request under an id by which it can be aborted. ticket: names this call, and never another one,
         for `cancel`; None: its id does."""
-        name = request_id if ticket is None else ticket
+        (output,) = await self.ended(await self.queue(prompt, params, request_id, ticket))
+        return output
+
+    async def queue(
+        self, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str | None = None
+    ) -> Call:
+        """Submit the request of `run`; `ended` has to follow at once."""
         await self.prepare(params)
-        handle = self._runs[name] = self.worker.submit(prompt, params, request_id)
-        self._catch_up(ticket, handle)
+        call = Call(request_id if ticket is None else ticket, [self.worker.submit(prompt, params, request_id)])
+        return self._begun(call, ticket)
+
+    async def queue_all(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        ticket: str | None = None,
+    ) -> Call:
+        """Submit the requests of `generate`; `ended` has to follow at once. ticket: names the call for `cancel`."""
+        for one in params if isinstance(params, list | tuple) else (params,):
+            await self.prepare(one)
+        return self._begun(Call(ticket, self.worker.submit_all(prompts, params)), ticket)
+
+    async def ended(self, call: Call) -> list[RequestOutput]:
+        """Wait for the requests of a call; if one fails, or the wait is cancelled, abort the rest."""
         try:
-            return await handle.result_async()
+            return await _results(call.handles)
         finally:
-            if self._runs.get(name) is handle:  # an id may have been taken again
-                del self._runs[name]
+            if call.name is not None and self._runs.get(call.name) is call:  # an id may have been taken again
+                del self._runs[call.name]
 
     async def prepare(self, params: SamplingParams | None) -> None:
         """Do what takes long before a request is queued, beside the event loop."""
         await self._preparing.prepare(self.worker, params)
 
     async def cancel(self, ticket: str | int) -> None:
-        """End the request of a call of `run` with what it has, unless it has ended. It may come before that call: Ray
-        brings large arguments another way, and later."""
-        handle = self._runs.get(ticket)
-        if handle is not None:
-            handle.cancel()
+        """End the requests of a call with what they have, unless they have ended. It may come before that call: Ray
+        keeps no order."""
+        call = self._runs.get(ticket)
+        if call is not None:
+            call.cancel()
             return
         remember(self._early, ticket, None)
 
@@ -169,11 +201,17 @@ class AsyncWorker:
             raise WorkerStateError("no model is loaded yet")
         return self._loaded
 
-    def _catch_up(self, ticket: str | int | None, handle: Handle) -> None:
-        """Cancel the request of a call whose `cancel` came before it."""
+    def _begun(self, call: Call, ticket: str | None) -> Call:
+        if call.name is not None:
+            self._runs[call.name] = call
+        self._catch_up(ticket, call)
+        return call
+
+    def _catch_up(self, ticket: str | int | None, call: Call | Handle) -> None:
+        """Cancel the requests of a call whose `cancel` came before it."""
         if ticket in self._early:
             del self._early[ticket]
-            handle.cancel()
+            call.cancel()
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Run what may wait where it does not hold up the event loop; `MOST_COMMANDS` are waited for at once."""

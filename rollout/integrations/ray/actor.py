@@ -1,6 +1,10 @@
 """Run the side of Ray's actor: a `RolloutWorker` whose calls do not block each other (`AsyncWorker`).
 
-Invariant: `health` answers whatever the worker is doing.
+Invariants
+----------
+* `health` answers whatever the worker is doing.
+* What one `RayWorker` submits is queued in the order in which it did: the ordinal of a request without a seed, and with
+  it its random numbers, are those that a worker in the caller's process would give it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from torch import distributed as dist
 
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.integrations.ray.order import Lines, Place
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 from samebit.weight_sync.transports.addresses import Sources
 
@@ -32,10 +39,32 @@ class RolloutActor(AsyncWorker):
 
     def __init__(self) -> None:
         super().__init__(Sources())
+        self._lines = Lines()
 
     async def load(self, model: str | Path, config: RolloutConfig | None = None) -> int:
         """Build the worker from a folder. Apart from `__init__` so that its errors reach the caller as they are."""
         return (await self.build(lambda: RolloutWorker(model, config=config))).weight_version
+
+    async def run_in_turn(
+        self, place: Place, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str
+    ) -> RequestOutput:
+        """Do as `run`, after what its client submitted before is queued."""
+        async with self._lines.of(place.client).turn(place.number):
+            call = await self.queue(prompt, params, request_id, ticket)
+        (output,) = await self.ended(call)
+        return output
+
+    async def generate_in_turn(
+        self, place: Place, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None, ticket: str
+    ) -> list[RequestOutput]:
+        """Do as `generate`, after what its client submitted before is queued."""
+        async with self._lines.of(place.client).turn(place.number):
+            call = await self.queue_all(prompts, params, ticket)
+        return await self.ended(call)
+
+    async def until_queued(self, place: Place) -> None:
+        """Wait until a client's submissions up to this one are queued, or refused."""
+        await self._lines.of(place.client).until_over(place.number)
 
     async def join_group(self, init_method: str, world_size: int, rank: int, backend: str = "gloo") -> None:
         """Make the actor a rank of a new `torch.distributed` group, to receive broadcasts in."""

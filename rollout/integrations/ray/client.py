@@ -4,12 +4,12 @@ Invariants
 ----------
 * Every call ends with a result, with the error that the worker raised, or with `WorkerLostError` once the
   actor's process has died; so does a `receive_weights` that is sending.
+* What is submitted is queued in that order, and commands (`pause`, `sleep`, updates, ...) find it queued.
 * The process has its OpenMP environment before it loads torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import uuid
 import weakref
@@ -24,14 +24,16 @@ from torch import Tensor, nn
 
 from samebit.kernels.openmp import process_environment
 from samebit.rollout.adapters.loading import AdapterOptions
-from samebit.rollout.checks import check_one_of, check_timeout
+from samebit.rollout.checks import check_one_of
 from samebit.rollout.config import DEVICES, RolloutConfig
 from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.sleep import check_tags
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import WorkerLostError
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
-from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
+from samebit.rollout.integrations.ray.calls import wait_for
+from samebit.rollout.integrations.ray.handle import RayCall, RayRequestHandle
+from samebit.rollout.integrations.ray.order import Submissions
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import UpdateOptions, checked_state_dict
@@ -86,6 +88,7 @@ class RayWorker(Closing):
         self._device = device
         self._sending = threading.Lock()
         self._sender: SharedMemorySender | CudaIpcSender | None = None
+        self._submissions = Submissions()
         self._handles: weakref.WeakValueDictionary[str, RayRequestHandle] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -123,33 +126,29 @@ class RayWorker(Closing):
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Sample from each prompt and wait; an interrupt (Ctrl-C) of the wait aborts its requests."""
-        reference = self.actor.generate.remote(prompts, params)
+        call = self._generate(prompts, params)
         try:
-            outputs: list[RequestOutput] = wait_for(reference)
+            return call.result()
         except BaseException:
-            ray.cancel(reference)  # without effect where it has ended
+            call.leave()
             raise
-        return outputs
 
     async def generate_async(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Do as `generate` for asyncio; cancelling it aborts its requests."""
-        reference = self.actor.generate.remote(prompts, params)
-        try:
-            outputs: list[RequestOutput] = await wait_for_async(reference)
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
-        return outputs
+        return await self._generate(prompts, params).result_async()
 
     def submit(
         self, prompt: list[int], params: SamplingParams | None = None, request_id: str | None = None
     ) -> RayRequestHandle:
-        """Queue one prompt. What is wrong with it is raised by the handle's `result`."""
+        """Queue one prompt, after those that were submitted here before. What is wrong with it is raised by the
+        handle's `result`.
+        """
         ticket = uuid.uuid4().hex
         name = f"request-{ticket}" if request_id is None else request_id
-        reference = self.actor.run.remote(prompt, params, name, ticket)
+        run = self.actor.run_in_turn
+        reference = self._submissions.send(lambda place: run.remote(place, prompt, params, name, ticket))
         handle = RayRequestHandle(self.actor, name, ticket, reference)
         if isinstance(name, str):  # any other id is refused by the actor
             self._handles[name] = handle
@@ -167,6 +166,18 @@ class RayWorker(Closing):
         ids = as_request_ids(request_ids)
         tickets = [handle.ticket for one in ids if (handle := self._handles.get(one)) is not None]
         wait_for(self.actor.abort.remote(ids, tickets))
+
+    def _generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
+    ) -> RayCall[list[RequestOutput]]:
+        ticket = uuid.uuid4().hex
+        generate = self.actor.generate_in_turn
+        reference = self._submissions.send(lambda place: generate.remote(place, prompts, params, ticket))
+        return RayCall(self.actor, ticket, reference)
+
+    def _settle(self) -> None:
+        """Wait until what was submitted here is queued: Ray would let a command overtake it."""
+        self._submissions.settle(lambda place: wait_for(self.actor.until_queued.remote(place)))
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -216,12 +227,14 @@ class RayWorker(Closing):
             return self._taken(source, load)
 
     def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
+        self._settle()
         wait_for(self.actor.drop_adapter.remote(name, in_flight=in_flight))
 
     # -- what travels ------------------------------------------------------------------------------
 
     def _taken(self, source: object, take: Callable[[object], ray.ObjectRef[SyncReport]]) -> SyncReport:
         """Let the actor take from a source, or from the link over which a source of this process is sent."""
+        self._settle()
         if isinstance(source, nn.Module | Mapping):
             return self._send(WeightStream.of(source), take)
         return self._send(source, take) if isinstance(source, WeightStream) else wait_for(take(source))
@@ -254,18 +267,23 @@ class RayWorker(Closing):
     # -- memory and control ------------------------------------------------------------------------
 
     def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
+        self._settle()
         wait_for(self.actor.sleep.remote(check_tags(tags), level))
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        self._settle()
         wait_for(self.actor.wake_up.remote(None if tags is None else check_tags(tags)))
 
     def pause(self, mode: str = "keep") -> None:
+        self._settle()
         wait_for(self.actor.pause.remote(mode))
 
     def resume(self) -> None:
+        self._settle()
         wait_for(self.actor.resume.remote())
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        self._settle()
         wait_for(self.actor.reset_prefix_cache.remote(recompute_running=recompute_running))
 
     def stats(self) -> dict[str, float]:
@@ -286,38 +304,6 @@ class RayWorker(Closing):
         with suppress(WorkerLostError):
             wait_for(self.actor.close.remote())
         ray.kill(self.actor)
-
-
-class RayRequestHandle:
-    """Stands for a request that was submitted to an actor, which knows this one by its ticket."""
-
-    def __init__(self, actor: Any, request_id: str, ticket: str, reference: ray.ObjectRef[RequestOutput]) -> None:
-        self.request_id = request_id
-        self._actor = actor
-        self.ticket = ticket
-        self._reference = reference
-
-    @property
-    def done(self) -> bool:
-        return bool(ray.wait([self._reference], timeout=0)[0])
-
-    def cancel(self) -> None:
-        """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
-        if not self.done:
-            wait_for(self._actor.cancel.remote(self.ticket))
-
-    def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end. Raises what failed the request, `WorkerLostError`, or TimeoutError (it goes on)."""
-        check_timeout(timeout)
-        return wait_for(self._reference, timeout)
-
-    async def result_async(self) -> RequestOutput:
-        """Do as `result()` for asyncio. Cancelling it cancels the request."""
-        try:
-            return await wait_for_async(self._reference)
-        except asyncio.CancelledError:
-            self._actor.cancel.remote(self.ticket)  # nobody waits for it: the loop goes on
-            raise
 
 
 def _received(sender: SharedMemorySender | CudaIpcSender, reference: ray.ObjectRef[SyncReport]) -> SyncReport:
