@@ -133,8 +133,8 @@ class Carrier:
         while True:
             member, life = running.member, running.member.incarnation
             try:
-                request_id = running.handle.request_id
-                output = await member.port.run(running.prompt, running.params, request_id, running.run)
+                name, number = running.handle.request_id, member.number()
+                output = await member.port.run(running.prompt, running.params, name, running.run, number)
             except WorkerLostError as error:
                 await self._crew.lose(member, life, error)
                 if self._goes_on(running):

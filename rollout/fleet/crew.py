@@ -5,6 +5,7 @@ Invariants
 * Everything here happens on one event loop, in a thread of the fleet's own; nothing there waits for a lock.
 * A replica takes requests only while it is known to live, to speak, and to have the fleet's weights. One whose worker
   is broken counts as dead: nothing but another process heals it.
+* A command finds queued what was sent to a replica before it, though calls may overtake each other on their way.
 * A replica that was started again is paused, asleep and of the weights as the fleet is, and has its adapters, before
   it takes requests.
 """
@@ -15,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +33,16 @@ logger = logging.getLogger(__name__)
 DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
 """Name the reasons for which a replica takes no requests."""
 
+_STATES = frozenset[Command](["pause", "resume", "sleep", "wake_up"])
+_AFTER_REQUESTS = frozenset[Command](["forget_adapter", "pause", "receive_weights", "reset_prefix_cache", "sleep"])
+
 
 @dataclass(eq=False)
 class Member:
     """Holds what the fleet knows of a replica. tries: to start it again. incarnation: counts its starts. stats: as of
     its last feed, and of one that is dead what it had counted. read: the digests of the adapters that it has read since
-    it was started again, by their inner names."""
+    it was started again, by their inner names. sent: counts the requests that its port has had. changing: held
+    while it is told to stand still, to sleep or to go on, as two commands might change places."""
 
     name: str
     port: ReplicaPort
@@ -49,6 +54,13 @@ class Member:
     starting: bool = False
     stats: dict[str, float] = field(default_factory=dict)
     read: dict[str, str | None] = field(default_factory=dict)
+    sent: int = 0
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def number(self) -> int:
+        """Return the number of the next request that is sent."""
+        self.sent += 1
+        return self.sent - 1
 
 
 class Crew:
@@ -130,12 +142,15 @@ class Crew:
             await self.lose(member, life, error)
 
     async def call(self, member: Member, name: Command, *args: Any, **options: Any) -> Any:
-        """Call a method of a replica, and bring up to date what is known of it. Raises what the method raises.
+        """Call a method of a replica, after the requests that were sent there if it is about them, and bring up to date
+        what is known of it. Raises what the method raises.
 
         Raises:
             WorkerLostError: it has died, or is broken.
         """
         try:
+            if name in _AFTER_REQUESTS and member.sent:
+                await member.port.command("settle", member.sent - 1)
             answer = await member.port.command(name, *args, **options)
         except Exception:
             await self.refresh(member)  # its error may be that it is broken
@@ -149,7 +164,8 @@ class Crew:
         async def one(member: Member) -> Any:
             life = member.incarnation
             try:
-                return await self.call(member, name, *args, **options)
+                async with member.changing if name in _STATES else nullcontext():
+                    return await self.call(member, name, *args, **options)
             except WorkerLostError as error:
                 await self.lose(member, life, error)
                 return error
@@ -255,6 +271,7 @@ class Crew:
 
     async def _begin_again(self, member: Member) -> None:
         member.port = await self.background.loop.run_in_executor(None, self._start, member.name)
+        member.sent = 0
         try:
             await self._bring_up(member)
         except BaseException:
@@ -269,11 +286,12 @@ class Crew:
         member.alive = True  # before it catches up: an update that comes after that reaches it
         await self.catch_up(member)
         await self._bring_adapters(member)
-        if self.wanted.paused:
-            await member.port.command("pause", "keep")
-        for level in set(self.wanted.asleep.values()):
-            tags = tuple(tag for tag, wanted in self.wanted.asleep.items() if wanted == level)
-            await member.port.command("sleep", tags, level)
+        async with member.changing:
+            if self.wanted.paused:
+                await member.port.command("pause", "keep")
+            for level in set(self.wanted.asleep.values()):
+                tags = tuple(tag for tag, wanted in self.wanted.asleep.items() if wanted == level)
+                await member.port.command("sleep", tags, level)
         await self.refresh(member)
         await self._listen_to(member)
         self.router.reopen(member.name, DEAD)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Command = Literal[
     "adapters", "cancel", "follow", "forget_adapter", "load_adapter", "offer_weights", "pause", "receive_weights",
-    "reset_prefix_cache", "resume", "sleep", "state", "stats", "wake_up",
+    "reset_prefix_cache", "resume", "settle", "sleep", "state", "stats", "wake_up",
 ]  # fmt: skip
 """Names the methods of `ReplicaSide` that a front calls by `ReplicaPort.command`."""
 
@@ -81,8 +81,10 @@ class ReplicaPort(Protocol):
         """Begin to note what is cached, under this number of the replica's life."""
         ...
 
-    async def run(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
-        """Generate one request. run: its number, by which commands name it; they may overtake it."""
+    async def run(
+        self, prompt: list[int], params: SamplingParams, request_id: str, run: int, number: int
+    ) -> RequestOutput:
+        """Generate one request. run: by which commands name it; they may overtake it. number: counts the calls."""
         ...
 
     async def feed(self) -> Feed:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from samebit.rollout.async_worker import AsyncWorker, remember, started
 from samebit.rollout.control.delivery import RequestHandle, TokenReader
 from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.fleet.arrivals import Arrivals
 from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState, Streamed
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
@@ -52,6 +53,7 @@ class ReplicaSide(AsyncWorker):
         if self._journal is not None:
             raise WorkerStateError("this replica belongs to a fleet already")
         self._host = host
+        self._arrivals = Arrivals()
         self._handles: dict[int, RequestHandle] = {}
         self._awaited: dict[int, None] = {}
         self._readers: dict[int, tuple[str, TokenReader]] = {}
@@ -71,12 +73,15 @@ class ReplicaSide(AsyncWorker):
             raise WorkerStateError(f"a replica runs a RolloutWorker, not a {type(worker).__name__}")
         return worker
 
-    async def run_followed(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
+    async def run_followed(
+        self, prompt: list[int], params: SamplingParams, request_id: str, run: int, number: int
+    ) -> RequestOutput:
         """Generate one request, whose tokens the feeds hold once it is followed. run: names this call, never another
-        one, for `follow` and `cancel`: an id may come again.
+        one, for `follow` and `cancel`: an id may come again. number: counts the calls to this replica.
         """
-        await self.prepare(params)
-        handle = self._handles[run] = self._runs[run] = self.rollout.submit(prompt, params, request_id)
+        with self._arrivals.queueing(number):
+            await self.prepare(params)
+            handle = self._handles[run] = self._runs[run] = self.rollout.submit(prompt, params, request_id)
         try:
             self._catch_up(run, handle)
             if run in self._awaited:
@@ -85,6 +90,10 @@ class ReplicaSide(AsyncWorker):
             return await handle.result_async()
         finally:
             del self._handles[run], self._runs[run]
+
+    async def settle(self, number: int) -> None:
+        """Wait until all requests up to this number of `run_followed` are queued, or refused."""
+        await self._arrivals.until_over(number)
 
     async def follow(self, run: int) -> None:
         """Let the feeds hold the tokens of a request, from its first one; one that has ended needs none. This may come

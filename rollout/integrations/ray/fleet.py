@@ -59,8 +59,11 @@ class RayPort:
         told: Introduction = await wait_for_async(self.actor.begin.remote(incarnation))
         return told
 
-    async def run(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
-        output: RequestOutput = await wait_for_async(self.actor.run_followed.remote(prompt, params, request_id, run))
+    async def run(
+        self, prompt: list[int], params: SamplingParams, request_id: str, run: int, number: int
+    ) -> RequestOutput:
+        running = self.actor.run_followed.remote(prompt, params, request_id, run, number)
+        output: RequestOutput = await wait_for_async(running)
         return output
 
     async def feed(self) -> Feed:

@@ -2,30 +2,25 @@
 
 Invariants
 ----------
-* A submission is queued after all that its client sent before it. One that does not come within `PATIENCE` is lost, and
-  is waited for no longer.
+* A submission is queued after all that its client sent before it, but for those that are lost (`arrivals`).
 * Nobody waits for another client's submissions.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import ray
 
-logger = logging.getLogger(__name__)
+from samebit.rollout.fleet.arrivals import Arrivals
 
-PATIENCE = 30.0
-"""How long a submission may come after one that was sent later, in seconds; Ray loses one when a connection breaks."""
 MOST_CLIENTS = 10_000
-"""The most clients that are known; of more the oldest is forgotten, and if it submits again, waits once in vain."""
+"""The most clients that are known; of more that one is forgotten which has been silent for longest. If it submits
+again, it waits once in vain."""
 T = TypeVar("T")
 
 
@@ -65,54 +60,12 @@ class Lines:
     """Lets the submissions of each client be queued one after the other. On one event loop."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, Arrivals] = {}
 
-    def of(self, client: str) -> Line:
+    def of(self, client: str) -> Arrivals:
         """Return the line of a client."""
-        if client not in self._lines and len(self._lines) == MOST_CLIENTS:
+        line = self._lines.pop(client) if client in self._lines else Arrivals()
+        self._lines[client] = line
+        if len(self._lines) > MOST_CLIENTS:
             del self._lines[next(iter(self._lines))]
-        return self._lines.setdefault(client, Line())
-
-
-class Line:
-    """Holds the submissions of one client that wait for earlier ones."""
-
-    def __init__(self) -> None:
-        self._next = 0  # all below are over
-        self._come: set[int] = set()
-        self._over: set[int] = set()
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-
-    @asynccontextmanager
-    async def turn(self, number: int) -> AsyncIterator[None]:
-        """Wait until all submissions before this one are over; this one is at the end of the block."""
-        self._come.add(number)
-        try:
-            await self.until_over(number - 1)
-            yield
-        finally:
-            self._come.discard(number)
-            self._end(number)
-
-    async def until_over(self, number: int) -> None:
-        """Wait until a submission and all before it are queued, refused or lost."""
-        while number >= self._next:
-            missing = self._next
-            over = self._waiting.setdefault(number, asyncio.get_running_loop().create_future())
-            try:
-                await asyncio.wait_for(asyncio.shield(over), PATIENCE)
-            except asyncio.TimeoutError:
-                if missing == self._next and missing not in self._come:
-                    logger.warning("a request has not come for %g s, and those after it wait no longer", PATIENCE)
-                    self._end(missing)
-
-    def _end(self, number: int) -> None:
-        if number < self._next:  # it came after it was taken for lost, or twice
-            return
-        self._over.add(number)
-        while self._next in self._over:
-            self._over.remove(self._next)
-            waiting = self._waiting.pop(self._next, None)
-            if waiting is not None:
-                waiting.set_result(None)
-            self._next += 1
+        return line

@@ -46,8 +46,10 @@ class LocalPort:
     async def begin(self, incarnation: int) -> Introduction:
         return await self._call(self.side.begin(incarnation))
 
-    async def run(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> RequestOutput:
-        return await self._call(self.side.run_followed(prompt, params, request_id, run))
+    async def run(
+        self, prompt: list[int], params: SamplingParams, request_id: str, run: int, number: int
+    ) -> RequestOutput:
+        return await self._call(self.side.run_followed(prompt, params, request_id, run, number))
 
     async def feed(self) -> Feed:
         if self.mute is not None:

@@ -56,9 +56,9 @@ def as_of_feeds(fleet: Fleet, name: str) -> float:
 def note_seeds(port: LocalPort, given: list[int | None]) -> None:
     run = port.side.run_followed
 
-    async def noted(prompt: list[int], params: SamplingParams, request_id: str, number: int) -> Any:
+    async def noted(prompt: list[int], params: SamplingParams, request_id: str, *numbers: int) -> Any:
         given.append(params.seed)
-        return await run(prompt, params, request_id, number)
+        return await run(prompt, params, request_id, *numbers)
 
     port.side.run_followed = noted
 

@@ -205,11 +205,11 @@ def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(renewed: bool, t
     def never_answer_the_first(port: LocalPort) -> None:
         run = port.side.run_followed
 
-        async def answered(prompt: list[int], params: SamplingParams, request_id: str, number: int) -> RequestOutput:
+        async def answered(prompt: list[int], params: SamplingParams, request_id: str, *numbers: int) -> RequestOutput:
             taken.append(port)
             if len(taken) == 1:
                 await asyncio.Event().wait()
-            return await run(prompt, params, request_id, number)
+            return await run(prompt, params, request_id, *numbers)
 
         port.side.run_followed = answered
 

@@ -283,11 +283,11 @@ def test_a_request_of_a_broken_replica_is_not_sent_again_where_its_error_is_lost
         muted(port)
         run = port.side.run_followed
 
-        async def answered(prompt: list[int], params: SamplingParams, request_id: str, number: int) -> object:
+        async def answered(prompt: list[int], params: SamplingParams, request_id: str, *numbers: int) -> object:
             taken.append(port)
             if len(taken) == 1:
                 await asyncio.Event().wait()
-            return await run(prompt, params, request_id, number)
+            return await run(prompt, params, request_id, *numbers)
 
         port.side.run_followed = answered
 

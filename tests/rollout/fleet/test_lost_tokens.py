@@ -45,9 +45,9 @@ def overtaken(port: LocalPort, command: str) -> None:
         await told(number)
         heard.set()
 
-    async def second(prompt: list[int], params: SamplingParams, request_id: str, number: int) -> RequestOutput:
+    async def second(prompt: list[int], params: SamplingParams, request_id: str, *numbers: int) -> RequestOutput:
         await heard.wait()
-        return await run(prompt, params, request_id, number)
+        return await run(prompt, params, request_id, *numbers)
 
     setattr(port.side, command, first)
     port.side.run_followed = second  # type: ignore[method-assign]
@@ -117,9 +117,9 @@ def test_a_cancel_that_comes_after_the_end_ends_no_later_request_of_the_id() -> 
         run, cancel = side.run_followed, side.cancel
 
         async def answered_late(
-            prompt: list[int], params: SamplingParams, request_id: str, number: int
+            prompt: list[int], params: SamplingParams, request_id: str, *numbers: int
         ) -> RequestOutput:
-            output = await run(prompt, params, request_id, number)
+            output = await run(prompt, params, request_id, *numbers)
             ended.append(request_id)
             await cancelled.wait()
             return output

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 ray = pytest.importorskip("ray")
 
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams  # noqa: E402
+from samebit.rollout.fleet import arrivals  # noqa: E402
 from samebit.rollout.integrations.ray import RayWorker, RolloutActor  # noqa: E402
 
 from ...patience import HANG  # noqa: E402
@@ -107,7 +108,7 @@ def test_a_submission_that_never_comes_is_not_waited_for_without_end(
     """A submission that never comes is not waited for without end: Ray loses calls when a connection breaks. It is
     taken where it comes after all.
     """
-    monkeypatch.setattr(order, "PATIENCE", 0.001)
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.001)
 
     async def main() -> None:
         queue = Queue()
@@ -119,7 +120,7 @@ def test_a_submission_that_never_comes_is_not_waited_for_without_end(
         assert sorted(queue.seen) == [[0, 0], [1, 0], [3, 0]]
 
     asyncio.run(main())
-    assert "a request has not come" in caplog.text
+    assert "calls have not come" in caplog.text
 
 
 def test_a_submission_that_was_not_sent_leaves_no_gap() -> None:
