@@ -116,7 +116,7 @@ class RolloutConfig:
     num_speculative_tokens: int = 0
     prompt_lookup_min: int = 3
     speculative_step_tokens: int | None = None
-    speculative_history_tokens: int = 1 << 20
+    speculative_history_tokens: int = 1 << 26
     num_threads: int | None = None
     seed: int = 0
     while_asleep: str = "raise"

@@ -8,7 +8,8 @@ Invariants
 ----------
 * A guess costs the same whatever the lengths of prompt and output, but for tokens that are new since the last.
 * What is kept of prompts that have been answered is bounded, in tokens; the prompt that was answered longest ago goes
-  first, and of one prompt the oldest of more than `_MOST_OUTPUTS`.
+  first, and of one prompt the oldest of more than `_MOST_OUTPUTS`. What an answer began with that was aborted is none:
+  it is kept, before all else is dropped, for a request that goes on with it, and is a part of that one's answer.
 * Requests with different salts guess from nothing of each other.
 * With recurrent layers, no guess is the last token of a chunk of their arithmetic: that token moves the state, and what
   is guessed must be able to be taken back (`samebit.kernels.layout.states.memory`).
@@ -19,12 +20,13 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from samebit.rollout.drafts.group import Group, Kept
 from samebit.rollout.requests.request import Sequence
-from samebit.rollout.requests.shared import Shared
+from samebit.rollout.requests.shared import IntArray, Shared
 
 _MOST_OUTPUTS = 16
 """Answers that are kept of a prompt, or those of its last request where these are more: groups come as requests of
@@ -50,6 +52,13 @@ class DraftOptions:
     chunk: int | None = None
 
 
+class Begun(NamedTuple):
+    """Holds what an answer began with before it was aborted, and the key of its prompt."""
+
+    key: bytes
+    output: Kept
+
+
 class Drafter:
     """Guesses what running sequences go on with."""
 
@@ -57,6 +66,7 @@ class Drafter:
         self.options = options
         self._groups: dict[Shared, Group] = {}
         self._history: OrderedDict[bytes, list[Kept]] = OrderedDict()
+        self._begun: OrderedDict[bytes, Begun] = OrderedDict()
         self._num_kept = 0
 
     def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
@@ -79,46 +89,87 @@ class Drafter:
         shared = sequence.shared
         if shared.params.depends_on_tokens:
             return
-        group = self._group(shared)
-        group.end(sequence)
+        group, aborted = self._group(shared), not sequence.finished
+        group.end(sequence, answered=not aborted)
+        if aborted and sequence.num_new_tokens:
+            self._keep_begun(sequence)
         if not group.left:
             del self._groups[shared]
-            self._keep(_key(shared), [output for output in group.outputs if len(output) > self.options.gram])
+            begun = self._take_begun(_key(shared, shared.prompt)) if group.outputs else None
+            key, first = (_key(shared, shared.prompt), []) if begun is None else (begun.key, [begun.output])
+            answers = [np.concatenate((*first, output)) for output in group.outputs]
+            self._keep(key, [answer for answer in answers if len(answer) > self.options.gram])
 
     def _group(self, shared: Shared) -> Group:
         group = self._groups.get(shared)
         if group is None:
-            before = self._history.get(_key(shared), [])
-            group = self._groups[shared] = Group(shared.prompt, before, shared.params.n, self.options.gram)
+            key, prompt, begun = _key(shared, shared.prompt), shared.prompt, list[Kept]()
+            if key in self._begun:  # its prompt is another one with the beginning of an answer
+                key, output = self._begun[key]
+                prompt, begun = prompt[: len(prompt) - len(output)], [output]
+            before = [*self._history.get(key, []), *begun]
+            group = self._groups[shared] = Group(prompt, before, shared.params.n, self.options.gram)
         return group
 
     def _keep(self, key: bytes, outputs: list[Kept]) -> None:
         """Keep what a prompt was answered with, beside what it was answered with before."""
         if not outputs:
             return
-        before = [kept for kept in self._drop(key) if not any(np.array_equal(kept, output) for output in outputs)]
-        kept = [*before, *outputs][-max(_MOST_OUTPUTS, len(outputs)) :]
-        while _count(kept) > self.options.history_tokens:
-            del kept[0]
+        came = {output.tobytes() for output in outputs}
+        kept = [*(output for output in self._drop(key) if output.tobytes() not in came), *outputs]
+        kept = self._newest(kept[-max(_MOST_OUTPUTS, len(outputs)) :])
         if kept:
             self._history[key] = kept
             self._num_kept += _count(kept)
-        while self._num_kept > self.options.history_tokens:
-            self._drop(next(iter(self._history)))
+        self._keep_to_limit()
+
+    def _newest(self, outputs: list[Kept]) -> list[Kept]:
+        """Return as many of the last outputs as may be kept."""
+        sizes = np.cumsum([len(output) + _OVERHEAD for output in reversed(outputs)])
+        fitting = int(np.searchsorted(sizes, self.options.history_tokens, side="right"))
+        return outputs[len(outputs) - fitting :]
+
+    def _keep_begun(self, sequence: Sequence) -> None:
+        """Keep what a sample that is aborted began with, for a request whose prompt goes on behind it."""
+        shared, begun = sequence.shared, self._begun.get(_key(sequence.shared, sequence.shared.prompt))
+        output = sequence.output_ids.astype(np.int32)
+        if begun is None:
+            begun = Begun(_key(shared, shared.prompt), output)
+        else:
+            begun = Begun(begun.key, np.concatenate((begun.output, output)))
+        key = _key(shared, sequence.token_ids[: sequence.num_tokens])
+        self._take_begun(key)
+        self._begun[key] = begun
+        self._num_kept += _count([begun.output])
+        self._keep_to_limit()
+
+    def _take_begun(self, key: bytes) -> Begun | None:
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            self._num_kept -= _count([begun.output])
+        return begun
 
     def _drop(self, key: bytes) -> list[Kept]:
         kept = self._history.pop(key, [])
         self._num_kept -= _count(kept)
         return kept
 
+    def _keep_to_limit(self) -> None:
+        while self._num_kept > self.options.history_tokens:
+            if self._begun:
+                self._take_begun(next(iter(self._begun)))
+            else:
+                self._drop(next(iter(self._history)))
+
 
 def _count(outputs: list[Kept]) -> int:
     return sum(map(len, outputs)) + _OVERHEAD * len(outputs)
 
 
-def _key(shared: Shared) -> bytes:
-    """Return what names the prompt, its salt and its adapter: one that is trained resembles that of its name before."""
+def _key(shared: Shared, prompt: IntArray) -> bytes:
+    """Return what names a prompt, the salt of a request and its adapter: one that is trained resembles that of its name
+    before."""
     salt, adapter = shared.params.cache_salt, None if shared.adapter is None else shared.adapter.name
     named = hashlib.blake2b(repr((salt, adapter)).encode(), digest_size=16)
-    named.update(shared.prompt.tobytes())
+    named.update(prompt.tobytes())
     return named.digest()

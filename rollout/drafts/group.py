@@ -77,14 +77,15 @@ class Own:
 class Group:
     """Holds the texts of a prompt's samples.
 
-    left: samples that have not ended. outputs: of those that have, for the next time that the prompt comes.
+    left: samples that have not ended. outputs: of those that were not aborted, for the next time that the prompt comes.
     """
 
-    __slots__ = ("_gram", "_own", "_text", "_texts", "left", "outputs")
+    __slots__ = ("_ended", "_gram", "_own", "_text", "_texts", "left", "outputs")
 
     def __init__(self, prompt: IntArray, before: list[Kept], count: int, gram: int) -> None:
         self.left = count
         self.outputs: list[Kept] = []
+        self._ended: list[Kept] = []
         self._gram = gram
         self._own: dict[int, Own] = {}
         self._text: Text | None = None
@@ -106,21 +107,23 @@ class Group:
         own.guessed, own.place = tuple(tokens.tolist()), len(output)
         return own.guessed
 
-    def end(self, sequence: Sequence) -> None:
-        """Let the other samples guess from what an ended one has made."""
+    def end(self, sequence: Sequence, *, answered: bool) -> None:
+        """Let the other samples guess from what an ended one has made. answered: it has ended by itself."""
         self.left -= 1
         self._own.pop(sequence.sample_index, None)
         output = sequence.output_ids
         if len(output):
-            self.outputs.append(output.astype(np.int32))
+            self._ended.append(output.astype(np.int32))
             if self._text is not None:
                 self._text.append(output)
+        if len(output) and answered:
+            self.outputs.append(self._ended[-1])
 
     def _others(self) -> Text:
         """Return the text of the prompt and all outputs, which is made when it is asked for first."""
         if self._text is None:
             prompt, before = self._texts
             self._text = Text(prompt, self._gram)
-            for output in (*before, *self.outputs):
+            for output in (*before, *self._ended):
                 self._text.append(output)
         return self._text

@@ -37,6 +37,14 @@ def _answer(drafter: Drafter, prompt: list[int], tokens: list[int], **params: fl
     """Answer a prompt with one sample, which ends."""
     (sequence,) = _sequences(prompt, **params)
     _say(sequence, tokens)
+    sequence.finish("length", None)
+    drafter.forget(sequence)
+
+
+def _abort(drafter: Drafter, prompt: list[int], tokens: list[int]) -> None:
+    """Begin to answer a prompt with one sample, which is aborted: it is forgotten before it ends."""
+    (sequence,) = _sequences(prompt)
+    _say(sequence, tokens)
     drafter.forget(sequence)
 
 
@@ -79,6 +87,7 @@ def test_a_prompts_answers_are_kept_whether_they_came_as_one_request_or_as_many(
     group = _sequences(PROMPT, n=2)
     for sequence, start in zip(group, (70, 80), strict=True):
         _say(sequence, range(start, start + 5))
+        sequence.finish("length", None)
         drafter.forget(sequence)
     assert _guess_behind(drafter, PROMPT, [70, 71]) == (72, 73, 74, 80)
     assert _guess_behind(drafter, PROMPT, [80, 81])[:3] == (82, 83, 84)
@@ -105,6 +114,48 @@ def test_short_answers_count_for_what_they_take() -> None:
     assert kept == list(range(200 - len(kept), 200))
     assert len(kept) <= 30
     assert not any(_guess_behind(drafter, [number] * 3, [1, 2]) for number in range(200))
+
+
+def test_what_is_aborted_is_no_answer_but_the_beginning_of_one() -> None:
+    """What is aborted is no answer but the beginning of one: a request that goes on behind it guesses from what the
+    prompt was answered with, and both together are its answer.
+    """
+    drafter = _drafter()
+    _answer(drafter, PROMPT, ANSWER)
+    _abort(drafter, PROMPT, ANSWER[:5])
+    assert _guess_behind(drafter, [*PROMPT, *ANSWER[:5]], []) == tuple(ANSWER[5:9])
+    other = list(range(60, 90))
+    _abort(drafter, PROMPT, other[:10])
+    assert _guess_behind(drafter, PROMPT, other[:3]) == (), "no answer yet"
+    _abort(drafter, [*PROMPT, *other[:10]], other[10:20])
+    _answer(drafter, [*PROMPT, *other[:20]], other[20:])
+    assert _guess_behind(drafter, PROMPT, other[8:12]) == tuple(other[12:16])
+    assert _guess_behind(drafter, PROMPT, other[18:22]) == tuple(other[22:26])
+    assert _guess_behind(drafter, PROMPT, ANSWER[:3]) == tuple(ANSWER[3:7])
+
+
+def test_of_a_group_that_is_aborted_in_part_the_answers_are_kept() -> None:
+    drafter = _drafter()
+    done, aborted = _sequences(PROMPT, n=2)
+    _say(done, ANSWER)
+    done.finish("stop", None)
+    _say(aborted, range(60, 80))
+    for sequence in (done, aborted):
+        drafter.forget(sequence)
+    assert _guess_behind(drafter, PROMPT, ANSWER[:3]) == tuple(ANSWER[3:7])
+    assert _guess_behind(drafter, PROMPT, [60, 61]) == ()
+
+
+def test_beginnings_that_nobody_goes_on_with_are_dropped_before_answers() -> None:
+    drafter = _drafter(history=2000)
+    _answer(drafter, PROMPT, ANSWER)
+    for number in range(100):
+        _abort(drafter, [number, 7], list(range(200, 300)))
+    assert _guess_behind(drafter, PROMPT, ANSWER[:3]) == tuple(ANSWER[3:7])
+    _answer(drafter, [5, 7, *range(200, 300)], [300, 301, 302])
+    assert _guess_behind(drafter, [5, 7], [200, 201]) == (), "its beginning was dropped"
+    _answer(drafter, [99, 7, *range(200, 300)], [300, 301, 302])
+    assert _guess_behind(drafter, [99, 7], [200, 201]) == (202, 203, 204, 205)
 
 
 def test_of_answers_that_are_too_much_together_the_newest_are_kept() -> None:
