@@ -25,6 +25,7 @@ from .families import (
     paired,
     token_ids,
 )
+from .lora import SMALLER, config_for, make_peft
 
 GUESSING = {"num_speculative_tokens": 5, "prompt_lookup_min": 1, "speculative_step_tokens": 200}
 """Guesses wherever a token stood before, in steps of any size."""
@@ -186,6 +187,23 @@ def test_weights_that_change_between_two_requests_are_those_of_the_second(family
 
 
 @pytest.mark.usefixtures("undaunted")
+@pytest.mark.parametrize("family", ["Qwen3", "GraniteMoeHybrid", "Qwen3_5", "Lfm2"])
+def test_guesses_go_through_an_adapter(family: str) -> None:
+    """Guesses go through an adapter, beside those of requests without one."""
+    trainer = bind(make_peft(family, config=config_for(family, 5)))
+    tensors = {key: tensor for key, tensor in trainer.state_dict().items() if ".default." in key}
+    both = [replace(params, adapter=adapter) for params in PARAMS[:2] for adapter in ("policy", None)]
+    config = RolloutConfig(max_model_len=MAX_LEN, **GUESSING)  # type: ignore[arg-type]
+    with RolloutWorker(make_model(family, **SMALLER.get(family, {})), config=config) as worker:
+        worker.load_adapter("policy", tensors, config=trainer.peft_config["default"])
+        found = [worker.generate(_prompts(), both) for _ in range(2)]
+        assert worker.stats()["draft_tokens_accepted"] > 50
+    for outputs in found:
+        assert_matches_trainer(trainer, outputs[::2], both[::2])
+        with trainer.disable_adapter():
+            assert_matches_trainer(trainer, outputs[1::2], both[1::2])
+
+
 @pytest.mark.parametrize("family", ["Qwen3Moe", "NemotronH, experts"])
 def test_experts_are_those_of_a_worker_without_guesses(family: str) -> None:
     model = bound_model(family, torch.float32)

@@ -92,6 +92,21 @@ def test_a_worker_ends_where_the_short_factors_do(model: PreTrainedModel, tmp_pa
             RolloutWorker(source, config=RolloutConfig(max_model_len=FIRST + 1))
 
 
+def test_an_update_keeps_the_limit_and_brings_the_trainers_bits(tmp_path: Path) -> None:
+    """An update keeps the limit and brings the trainer's bits: frequencies are no weights."""
+    made("Phi3").save_pretrained(tmp_path)
+    trainer = bind(made("Phi3"))
+    with torch.no_grad():
+        for weight in trainer.parameters():
+            weight.mul_(1.25)
+    params = [SamplingParams(max_tokens=8, seed=1, ignore_eos=True)] * 2
+    with RolloutWorker(tmp_path, config=RolloutConfig(num_blocks=32)) as worker:
+        for update in (worker.receive_weights, lambda source: worker.load_state_dict(source.state_dict())):
+            update(trainer)
+            assert worker.limits.max_model_len == FIRST
+            assert_matches_trainer(trainer, worker.generate(token_ids(3, FIRST - 8), params), params)
+
+
 def test_the_limit_is_the_least_of_all_layers() -> None:
     parameters = by_layer_type(sliding_attention=longrope(16, FIRST - 1))
     assert most_positions(make_model("Gemma3", head_dim=32, rope_parameters=parameters).config.to_dict()) == FIRST - 1
