@@ -26,6 +26,17 @@ IDS = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 LONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a" * 65536]}}}
 NAMED = {"type": "function", "function": {"name": "add"}}
+OTHER = {"type": "function", "function": {"name": "sub"}}
+MULTIPLY = {"type": "function", "function": {"name": "mul"}}
+
+
+def tool(parameters: dict[str, object], **more: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "mul", "parameters": parameters, **more}}
+
+
+ADD = {"type": "function", "function": {"name": "add"}}
+CALLS = {**CHAT, "tools": [ADD, tool({})], "tool_choice": "required"}
+UNREADABLE = "tool_choice='required' can not be honoured: structured_outputs.grammar can not be compiled"
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
 BAD = [
@@ -93,9 +104,30 @@ BAD = [
     (GENERATE, {**IDS, "sampling_params": {"structured_outputs": {"json": "{"}}}, 400, "is no JSON"),
     (COMPLETIONS, {**TEXT, "response_format": {"type": "json_object"}}, 400, "no field 'response_format'"),
     (CHATS, {**CHAT, "guided_json": {}}, 400, "no field 'guided_json'"),
-    (CHATS, {**CHAT, "tool_choice": "required"}, 400, "tool_choice: 'required' needs constrained decoding"),
-    (CHATS, {**CHAT, "tool_choice": NAMED}, 400, "tool_choice: 'function' needs constrained decoding"),
-    (CHATS, {**CHAT, "tool_choice": "maybe"}, 400, "tool_choice: Input should be 'none' or 'auto'"),
+    (CHATS, {**CHAT, "tool_choice": "required"}, 400, "'required' needs tools to choose from, and there are none"),
+    (CHATS, {**CHAT, "tool_choice": NAMED, "tools": []}, 400, "'add' needs tools to choose from"),
+    (CHATS, {**CALLS, "tool_choice": OTHER}, 400, "names the function 'sub'; tools has ['add', 'mul']"),
+    (CHATS, {**CALLS, "tools": [ADD, ADD], "tool_choice": NAMED}, 400, "'add', which tools has 2 times"),
+    (CHATS, {**CALLS, "tool_choice": "maybe"}, 400, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+    (CHATS, {**CALLS, "tool_choice": {**NAMED, "name": "add"}}, 400, "no field 'tool_choice.name'"),
+    (CHATS, {**CALLS, "tool_choice": {"type": "poem"}}, 400, "tool_choice.type: Input should be 'function'"),
+    (CHATS, {**CALLS, "tool_choice": 5}, 400, "tool_choice: Input should be 'none', 'auto' or 'required', got 5"),
+    (CHATS, {**CALLS, "tool_choice": {"type": "function", "name": "add"}}, 400, "tool_choice.function: Field required"),
+    (CHATS, {**CALLS, "tool_choice": "any"}, 400, "tool_choice: 'any' is not there; 'none', 'auto', 'required' and"),
+    (CHATS, {**CALLS, "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice: 'allowed_tools' is not there"),
+    (CHATS, {**CALLS, "response_format": SCHEMA}, 400, "'required' and response_format of type 'json_schema' both"),
+    (CHATS, {**CALLS, "tool_choice": NAMED, "structured_outputs": {"regex": "a"}}, 400, "'add' and structured_outputs"),
+    (CHATS, {**CALLS, "tools": [ADD, tool({"not": {}})]}, 400, UNREADABLE),
+    (CHATS, {**CALLS, "tools": [tool({"not": {}})], "tool_choice": MULTIPLY}, 400, 'the tool "mul"'),
+    (
+        CHATS,
+        {**CALLS, "tools": [ADD, tool({"type": "string"})]},
+        400,
+        "'mul' must be of the type 'object', got 'string'",
+    ),
+    (CHATS, {**CALLS, "tools": [tool({"enum": ["a" * 65536]})]}, 400, "a grammar of at most 65536 bytes here, got"),
+    (CHATS, {**CALLS, "tool_choice": "auto", "parallel_tool_calls": False}, 400, "parallel_tool_calls=false goes with"),
+    (CHATS, {**CALLS, "tool_choice": "none", "tools": [tool({}, strict=True)]}, 400, "strict=true goes with"),
     (CHATS, {**CHAT, "chat_template_kwargs": {"tokenize": True}}, 400, "may not have tokenize"),
     (CHATS, {**CHAT, "continue_final_message": True}, 400, "goes with add_generation_prompt=false"),
     (GENERATE, {**IDS, "token_ids": []}, 400, "token_ids"),

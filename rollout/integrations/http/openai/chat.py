@@ -8,10 +8,12 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer, written
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
 from samebit.rollout.integrations.http.openai.answers import num_tokens, usage
+from samebit.rollout.integrations.http.openai.forced_calls import forced_calls
 from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
 from samebit.rollout.integrations.http.openai.prompts import apart, chat_text, described, heard, token_ids
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, Message, ToolCall
@@ -31,19 +33,32 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     params = of_chat(asked, service.settings, adapter)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
-    if asked.tools and asked.tool_choice != "none" and service.settings.tool_call_parser is None:
+    if asked.tools and asked.tool_choice in (None, "auto") and service.settings.tool_call_parser is None:
         raise ApiError(
-            400, "tools need a server that reads tool calls (--tool-call-parser), or tool_choice='none'", param="tools"
+            400,
+            "tools need a server that reads tool calls (--tool-call-parser), or a tool_choice: 'none', 'required', or "
+            "a named function",
+            param="tools",
         )
     session = session_of(request)
     prompt = Prompt(await _prompt_ids(service, asked, session))
     job = asked_by(request, asked.request_id, [prompt], params, prefix="chatcmpl-")
-    await service.prepare(job)
+    await _prepare(service, asked, job)
     read_by = await apart(lambda: _reading(service, asked, prompt.token_ids), len(prompt.token_ids))
     answering = _Chat(service, asked, job, session, read_by)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
     return JsonAnswer(await answering.whole((await service.outputs(job, request))[0]))
+
+
+async def _prepare(service: Service, asked: ChatRequest, job: Asked) -> None:
+    try:
+        await service.prepare(job)
+    except RequestError as error:
+        forced = forced_calls(asked)
+        if forced is None:
+            raise
+        raise ApiError(400, f"{forced} can not be honoured: {error}", param="tools") from error
 
 
 async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None) -> list[int]:
@@ -59,6 +74,9 @@ async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None)
 
 
 def _reading(service: Service, asked: ChatRequest, prompt_ids: list[int]) -> Reading | None:
+    forced = forced_calls(asked)
+    if forced is not None:
+        return forced.reading()
     name = service.settings.tool_call_parser
     if name is None or not asked.tools or asked.tool_choice == "none":
         return None
@@ -121,7 +139,7 @@ class _Chat:
             "index": sample.index,
             "message": message,
             "logprobs": None,
-            "finish_reason": "tool_calls" if parsed.calls and sample.finish_reason == "stop" else sample.finish_reason,
+            "finish_reason": parsed.finish_reason(sample.finish_reason),
             "stop_reason": sample.stop_reason,
         }
         if self._asked.logprobs:
@@ -173,12 +191,11 @@ class _Chat:
         return _GrowingMessage(text, None if reads is None else reads.parser())
 
     def _piece(self, chunk: StreamChunk, delta: dict[str, Any], message: _GrowingMessage) -> dict[str, Any]:
-        called = chunk.finish_reason == "stop" and message.whole.calls
         piece: dict[str, Any] = {
             "index": chunk.sample,
             "delta": delta,
             "logprobs": None,
-            "finish_reason": "tool_calls" if called else chunk.finish_reason,
+            "finish_reason": message.whole.finish_reason(chunk.finish_reason),
         }
         if self._asked.logprobs:
             piece["logprobs"] = logprobs.of_chat(
@@ -213,11 +230,13 @@ class _GrowingMessage:
             delta["content"] = parsed.content
         if parsed.reasoning is not None:
             delta["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            first = len(self.whole.calls)
-            delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(parsed.calls)]
-        self.whole.content += parsed.content
-        self.whole.calls += parsed.calls
+        first = len(self.whole.calls)
+        calls = [{"index": first + place, **call} for place, call in enumerate(parsed.calls)]
+        if parsed.arguments:
+            calls.insert(0, {"index": first - 1, "function": {"arguments": parsed.arguments}})
+        if calls:
+            delta["tool_calls"] = calls
+        self.whole = self.whole.then(parsed)
         return delta
 
     def _parsed(self, chunk: StreamChunk) -> Parsed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from samebit.rollout.integrations.http.settings import MOST_PROMPTS
@@ -210,7 +210,7 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     returns: dict[str, Any] | None = Field(default=None, alias="return")
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -246,7 +246,26 @@ class ResponseFormat(Strict):
         return self
 
 
-_CONSTRAINED = ("required", "any", "function", "custom", "allowed_tools")
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedChoice(Strict):
+    """Names the function that an answer calls."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _form_of_choice(value: object) -> str:
+    return "[function]" if isinstance(value, dict | NamedChoice) else "[word]"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"] | None, Tag("[word]")] | Annotated[NamedChoice, Tag("[function]")],
+    Discriminator(_form_of_choice),
+]
+_NOT_THERE = ("any", "custom", "allowed_tools")
 
 
 class ChatRequest(Common):
@@ -258,8 +277,8 @@ class ChatRequest(Common):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -268,14 +287,13 @@ class ChatRequest(Common):
 
     @field_validator("tool_choice", mode="before")
     @classmethod
-    def _unconstrained(cls, value: object) -> object:
-        """Refuse what no sample is constrained to."""
+    def _there(cls, value: object) -> object:
+        """Refuse other servers' choices by name."""
         kind = value.get("type") if isinstance(value, dict) else value
-        if isinstance(kind, str) and kind in _CONSTRAINED:
+        if isinstance(kind, str) and kind in _NOT_THERE:
             raise PydanticCustomError(
-                "constrained",
-                "{kind} needs constrained decoding of tool calls, which is not there; "
-                "'none' and 'auto' can be honoured",
+                "not_there",
+                "{kind} is not there; 'none', 'auto', 'required' and a named function can be honoured",
                 {"kind": repr(kind)},
             )
         return value

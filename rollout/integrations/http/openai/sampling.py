@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from samebit.rollout.integrations.http.errors import ApiError
+from samebit.rollout.integrations.http.openai.forced_calls import forced_calls
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, CompletionRequest, ResponseFormat, Sampling
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.sampling_params import SamplingParams
@@ -51,8 +52,16 @@ def of_chat(asked: ChatRequest, settings: ServeSettings, adapter: str | None) ->
         logprobs=asked.top_logprobs or None,
         cache_salt=asked.cache_salt,
         adapter=adapter,
-        **_of_format(asked),
+        **_constrained(asked, settings),
     )
+
+
+def _constrained(asked: ChatRequest, settings: ServeSettings) -> dict[str, StructuredOutputsParams]:
+    """Return what a chat is constrained to beside its `structured_outputs`, if it is."""
+    forced = forced_calls(asked)
+    if forced is None:
+        return _of_format(asked)
+    return {"structured_outputs": forced.constraint(settings.max_grammar_bytes)}
 
 
 def _of_format(asked: ChatRequest) -> dict[str, StructuredOutputsParams]:

@@ -5,7 +5,8 @@ Invariants
 * Text that is no well-formed call stays text; nothing the model wrote is lost but white space between calls, or between
   one and the message's beginning or end.
 * A call that is given out can be sent back: its arguments are a JSON object.
-* A streamed call is sent whole, when its end has been read; text before it is sent as it comes.
+* A streamed call is sent whole, when its end has been read; text before it is sent as it comes. (Calls that an answer
+  is constrained to are read by `forced_calls`, which sends them as they grow.)
 * Tags are found whether they are special tokens of the tokenizer or not.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import transformers
 from transformers import PreTrainedTokenizerBase
@@ -42,15 +43,29 @@ _UNFIT = (ValueError, KeyError, TypeError, RecursionError)
 
 @dataclass
 class Parsed:
-    """Holds text, and the calls that were found in it."""
+    """Holds text, and the calls that were found in it.
+
+    Attributes:
+        arguments: more of the arguments of the last call that was found before.
+        finish: why a message that has calls ends, where it stopped.
+    """
 
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str | None = None
+    arguments: str = ""
+    finish: Literal["tool_calls", "stop"] = "tool_calls"
 
     def then(self, last: Parsed) -> Parsed:
         """Return this and what came last, together."""
-        return Parsed(self.content + last.content, self.calls + last.calls, last.reasoning)
+        calls, arguments = self.calls, self.arguments + last.arguments
+        if calls and last.arguments:
+            calls, arguments = [*calls[:-1], _longer(calls[-1], last.arguments)], self.arguments
+        return Parsed(self.content + last.content, calls + last.calls, last.reasoning, arguments, last.finish)
+
+    def finish_reason(self, given: str | None) -> str | None:
+        """Return why the message ends, of a sample that ended as `given`."""
+        return self.finish if self.calls and given == "stop" else given
 
 
 class ToolParser(Protocol):
@@ -238,8 +253,15 @@ def _named(given: object) -> dict[str, Any]:
         raise TypeError("a call has a name, and an object of arguments")
     shown = json.dumps(meant, ensure_ascii=False)
     f"{given['name']}{shown}".encode()  # half of a character would be refused when the call is sent back
-    return {
-        "id": f"call_{uuid.uuid4().hex}",
-        "type": "function",
-        "function": {"name": given["name"], "arguments": written},
-    }
+    return new_call(given["name"], written)
+
+
+def new_call(name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as OpenAI writes it. arguments: as they are written, so far."""
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _longer(call: dict[str, Any], more: str) -> dict[str, Any]:
+    """Return a call whose arguments go on."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": function["arguments"] + more}}
