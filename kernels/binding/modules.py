@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
 from samebit.kernels.binding.families.family import PROJECTIONS
+from samebit.kernels.binding.families.inexact import ExactPositions
 from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
@@ -86,12 +87,12 @@ class DecoderFacts:
 @dataclass(frozen=True, eq=False)
 class RotaryFacts:
     """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one), what
-    queries are multiplied by, and how many positions these frequencies are of (`inexact.most_positions`)."""
+    queries are multiplied by, and which positions these frequencies are of, where they are not of all."""
 
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
     query_factors: QueryFactors | None = None
-    most_positions: int | None = None
+    exact: ExactPositions | None = None
     _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
     _known: dict[str, Angles] = field(default_factory=dict)
 
@@ -105,11 +106,12 @@ class RotaryFacts:
     def check_positions(self, context: ForwardContext) -> None:
         """Raise where a trainer's call has positions that these frequencies are not of; a worker knows its limit, and
         the host the lengths of sequences."""
-        if self.most_positions is not None and context.pages is None and context.longest > self.most_positions:
+        exact = self.exact
+        if exact is not None and context.pages is None and context.longest > exact.count:
             raise ValueError(
-                f"a sequence of {context.longest} tokens; of a model with longrope rotary scaling the first "
-                f"{self.most_positions} positions are exact (original_max_position_embeddings): behind them Hugging "
-                "Face turns every token of a call by other frequencies"
+                f"a sequence of {context.longest} tokens; of a model with {exact.scaling} rotary scaling the first "
+                f"{exact.count} positions are exact ({exact.key}): behind them Hugging Face turns every token of a "
+                "call by other frequencies"
             )
 
     def known(self, context: ForwardContext, layer_type: str) -> Angles | None:

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from samebit.kernels import BindingError
-from samebit.kernels.binding.families.inexact import most_positions
+from samebit.kernels.binding.families.inexact import exact_positions
 from samebit.kernels.binding.lora.peft_model import inner_model
 from samebit.rollout.checks import as_int
 from samebit.rollout.config import RolloutConfig
@@ -247,8 +247,10 @@ def _max_model_len(module: PreTrainedModel, config: RolloutConfig, unlimited_len
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
-        exact = most_positions(text_config.to_dict()) == limit
-        of = " that are exact under its longrope rotary scaling (original_max_position_embeddings)" if exact else ""
+        exact = exact_positions(None, text_config.to_dict())
+        of = ""
+        if exact is not None and limit < text_config.max_position_embeddings:
+            of = f" that are exact under its {exact.scaling} rotary scaling ({exact.key})"
         raise ModelLoadError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions{of}")
     return config.max_model_len
 
@@ -258,8 +260,8 @@ def _positions(text_config: Any) -> int | None:
     if not hasattr(text_config, "max_position_embeddings"):
         return None
     positions = _checked_int("max_position_embeddings", text_config.max_position_embeddings, least=2)
-    exact = most_positions(text_config.to_dict())
-    return positions if exact is None else min(positions, exact)
+    exact = exact_positions(None, text_config.to_dict())
+    return positions if exact is None else min(positions, exact.count)
 
 
 def _checked_int(name: str, given: object, *, least: int) -> int:

@@ -117,6 +117,10 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "Qwen2, rope dynamic": (  # as inside of InternVL 3
+        "Qwen2",
+        {"head_dim": 52, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "Olmo3": ("Olmo3", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     "Granite": (
         "Granite",

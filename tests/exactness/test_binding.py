@@ -119,9 +119,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "Bloom": (of_family("Bloom", vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "Bloom.*no known family"),
     "MPT": (of_family("Mpt", vocab_size=50, d_model=16, n_layers=1, n_heads=2), "Mpt.*no known family"),
-    "dynamic rotary": (
-        lambda: make_model("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        "dynamic rotary scaling",
+    "dynamic rotary without a whole number of positions": (
+        lambda: make_model(
+            "Llama",
+            max_position_embeddings=1,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        ),
+        r"Llama.*dynamic rotary scaling with max_position_embeddings=1 \(exact: an integer from 2 on\)",
     ),
     "longrope without a number of positions": (
         lambda: make_model("Llama", rope_parameters=LONGROPE),

@@ -1,11 +1,12 @@
 """What is rotated, and in which pairs, is what Hugging Face's class of the family rotates."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from samebit.kernels import BindingError, bind
+from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.attention.forwards import AttentionFacts
 from samebit.kernels.binding.families.family import RECURRENT_MASKS
 
@@ -48,14 +49,25 @@ def test_hunyuan_without_an_alpha_rotates_as_its_config_says(rope: dict[str, Any
     assert all(layer.qk_norm == "rotated" for layer in facts)
 
 
-@pytest.mark.parametrize(("family", "alpha"), [("HunYuanDenseV1", 0.0), ("HunYuanDenseV1", None), ("Llama", 50.0)])
-def test_a_dynamic_scaling_is_refused_without_an_alpha_and_of_classes_that_read_none(
-    family: str, alpha: float | None
+@pytest.mark.parametrize(
+    ("family", "alpha", "limited"),
+    [
+        ("HunYuanDenseV1", 0.0, True),
+        ("HunYuanDenseV1", None, True),
+        ("HunYuanDenseV1", 50.0, False),
+        ("HunYuanMoEV1", 50.0, False),
+        ("Llama", 50.0, True),
+    ],
+)
+def test_a_dynamic_scaling_ends_with_the_configs_positions_but_where_the_class_reads_an_alpha(
+    family: str, alpha: float | None, limited: bool
 ) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "alpha": alpha}
-    model = make_model(family, rope_parameters={key: value for key, value in rope.items() if value is not None})
-    with pytest.raises(BindingError, match="dynamic rotary scaling"):
-        bind(model)
+    rope = {key: value for key, value in rope.items() if value is not None}
+    assert_near_hugging_face(family, rope_parameters=rope)
+    model = bind(make_model(family, rope_parameters=rope, max_position_embeddings=40))
+    with nullcontext() if not limited else pytest.raises(ValueError, match="a model with dynamic rotary scaling the"):
+        token_logprobs(model, torch.tensor(token_ids(41)))
 
 
 @pytest.mark.skipif(RECURRENT_MASKS, reason="transformers 5.13 and later scale the other layers alone")

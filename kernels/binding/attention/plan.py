@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding.attention.forwards import AttentionFacts
 from samebit.kernels.binding.families.family import BindingError, Family, frequencies_by_alpha
-from samebit.kernels.binding.families.inexact import most_positions
+from samebit.kernels.binding.families.inexact import exact_positions
 from samebit.kernels.binding.modules import RotaryFacts
 from samebit.kernels.binding.shared_layer import adapter_of
 from samebit.kernels.layout.kv_pages import PageLayout, layout_of_heads
@@ -105,13 +105,13 @@ class AttentionPlan:
 
         ``arguments_of``: says what those of a layer type are computed from; None where that is the model's config.
         """
-        frequencies, scaling = {}, {}
+        frequencies, scaling, rotation = {}, {}, self.family.attention.rotation
         for layer_type in sorted(set(self.config.layer_types)) if self.family.attention.rope_per_layer_type else [""]:
             parameters = self.config.rope_parameters
             parameters = parameters[layer_type] if layer_type else parameters
             kind = parameters["rope_type"]
             compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-            compute = frequencies_by_alpha if kind == "dynamic" else compute  # no other dynamic one is exact
+            compute = frequencies_by_alpha if rotation.is_fixed_by_alpha(parameters) else compute
             config, arguments = self.config, {"layer_type": layer_type} if layer_type else {}
             if arguments_of is not None:
                 config, arguments = arguments_of(layer_type, kind)
@@ -126,7 +126,7 @@ class AttentionPlan:
             scaling[layer_type] = float(factor)
         scaled = self.family.attention.scaled_queries
         factors = QueryFactors.of(self.config.rope_parameters) if scaled else None
-        return RotaryFacts(frequencies, scaling, factors, most_positions(self.facts))
+        return RotaryFacts(frequencies, scaling, factors, exact_positions(self.family, self.facts))
 
     def check_heads(self, sizes_of: dict[str, set[int]] | None) -> None:
         """Check that each query head has its keys, and each rotated element its pair, in all layers.

@@ -1,13 +1,15 @@
 """Name what a model has that is not exact, whatever its family."""
 
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from samebit.kernels.binding.families.family import Family, LayerFamily
 
-EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
-"""Lists the rotary scalings whose frequencies are fixed by the config alone: of the last, those of the positions that
-`most_positions` counts."""
+EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
+"""Lists the rotary scalings whose frequencies are fixed by the config alone: of the last two, those of the positions
+that `exact_positions` counts."""
 
+_FIRST, _ALL = "original_max_position_embeddings", "max_position_embeddings"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NONE = (None, 0, 1)
 """Holds such counts of dense models: Hunyuan's published configs say 1."""
@@ -18,27 +20,50 @@ DROPOUTS = (
 """Names the keys of configs for dropout, which only a model in training has."""
 
 
-def most_positions(config: dict[str, Any]) -> int | None:
-    """Return how many positions have angles that no other position of a call changes; None for all.
+@dataclass(frozen=True)
+class ExactPositions:
+    """Says how many positions have angles that no other position of a call changes, and why.
 
-    ``longrope`` turns all tokens of a call by other frequencies as soon as one of them is behind the positions that a
-    model was first trained on.
+    Attributes:
+        count: how many.
+        scaling: what turns all tokens of a call by other frequencies as soon as one of them is behind these positions.
+        key: what the config calls the count.
     """
-    first = [entry.get("original_max_position_embeddings") for entry in _rope_sets(config) if _is_longrope(entry)]
-    return min((one for one in first if _is_length(one)), default=None)
+
+    count: int
+    scaling: str
+    key: str
 
 
-def _is_longrope(entry: dict[str, Any]) -> bool:
-    return entry.get("rope_type") == "longrope"
+def exact_positions(family: Family | None, config: dict[str, Any]) -> ExactPositions | None:
+    """Return the positions that are exact under a model's rotary scaling; None where that limits nothing."""
+    found = [ExactPositions(count, kind, key) for kind, key, count in _limits(family, config) if _is_length(count)]
+    return min(found, key=lambda limit: limit.count, default=None)
+
+
+def _limits(family: Family | None, config: dict[str, Any]) -> list[tuple[str, str, object]]:
+    """Return the scalings that are exact up to a position, each with the key of that number and what is given for it:
+    the positions that a model was first trained on, or all that its config counts."""
+    limits: list[tuple[str, str, object]] = []
+    for entry in _rope_sets(family, config):
+        kind = entry.get("rope_type")
+        if kind == "longrope":
+            limits.append((kind, _FIRST, entry.get(_FIRST)))
+        elif kind == "dynamic":
+            limits.append((kind, _ALL, config.get(_ALL)))
+    return limits
 
 
 def _is_length(given: object) -> TypeGuard[int]:
     return type(given) is int and given > 1
 
 
-def _rope_sets(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameters of rotary embeddings: those of each layer type, or the only ones."""
+def _rope_sets(family: Family | None, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameters of rotary embeddings: those of each layer type, or the only ones; none where an alpha is
+    all that counts."""
     parameters = config.get("rope_parameters") or {}
+    if family is not None and family.attention.rotation.is_fixed_by_alpha(parameters):
+        return []
     return [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
 
 
@@ -104,17 +129,14 @@ def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
 
 
 def _rope_features(family: Family | None, config: dict[str, Any]) -> list[str]:
-    parameters, sets = config.get("rope_parameters") or {}, _rope_sets(config)
-    if family is not None and family.attention.rotation.is_fixed_by_alpha(parameters):
-        sets = []
+    parameters, sets = config.get("rope_parameters") or {}, _rope_sets(family, config)
     kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
     found = [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]
-    first = [entry.get("original_max_position_embeddings") for entry in filter(_is_longrope, sets)]
     found += [
-        f"longrope rotary scaling with original_max_position_embeddings={one!r} in rope_parameters (exact: an integer "
-        "from 2 on)"
-        for one in first
-        if not _is_length(one)
+        f"{kind} rotary scaling with {key}={count!r}{' in rope_parameters' if key == _FIRST else ''} (exact: an "
+        "integer from 2 on)"
+        for kind, key, count in _limits(family, config)
+        if not _is_length(count)
     ]
     if family is not None and _scales_windows(family, config):
         found.append(
