@@ -98,8 +98,9 @@ class AsyncWorker:
         self, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str | None = None
     ) -> Call:
         """Submit the request of `run`; `ended` has to follow at once."""
-        await self.prepare(params)
+        prepared = await self.prepare(params)
         call = Call(request_id if ticket is None else ticket, [self.worker.submit(prompt, params, request_id)])
+        del prepared
         return self._begun(call, ticket)
 
     async def queue_all(
@@ -109,9 +110,13 @@ class AsyncWorker:
         ticket: str | None = None,
     ) -> Call:
         """Submit the requests of `generate`; `ended` has to follow at once. ticket: names the call for `cancel`."""
-        for one in params if isinstance(params, list | tuple) else (params,):
-            await self.prepare(one)
-        return self._begun(Call(ticket, self.worker.submit_all(prompts, params)), ticket)
+        each = params if isinstance(params, list | tuple) else (params,)
+        prepared: list[object] = []
+        while waiting := [one for one in each if self._preparing.takes_long(self.worker, one)]:
+            prepared += [await self.prepare(one) for one in waiting]  # and what was there may have made room for these
+        call = Call(ticket, self.worker.submit_all(prompts, params))
+        del prepared
+        return self._begun(call, ticket)
 
     async def ended(self, call: Call) -> list[RequestOutput]:
         """Wait for the requests of a call; if one fails, or the wait is cancelled, abort the rest."""
@@ -121,9 +126,9 @@ class AsyncWorker:
             if call.name is not None and self._runs.get(call.name) is call:  # an id may have been taken again
                 del self._runs[call.name]
 
-    async def prepare(self, params: SamplingParams | None) -> None:
-        """Do what takes long before a request is queued, beside the event loop."""
-        await self._preparing.prepare(self.worker, params)
+    async def prepare(self, params: SamplingParams | None) -> object:
+        """Do what takes long before a request is queued, beside the event loop; hold the result until it is."""
+        return await self._preparing.prepare(self.worker, params)
 
     async def cancel(self, ticket: str | int) -> None:
         """End the requests of a call with what they have, unless they have ended. It may come before that call: Ray
@@ -225,18 +230,22 @@ class Preparing:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def prepare(self, worker: LocalWorker, params: SamplingParams | None) -> None:
-        """Return when a request with these parameters can be submitted without waiting. At once if it can already.
+    def takes_long(self, worker: LocalWorker, params: object) -> bool:
+        """Return whether a request with these parameters can not be submitted without waiting."""
+        return isinstance(params, SamplingParams) and worker.preparation(params) is not None
+
+    async def prepare(self, worker: LocalWorker, params: SamplingParams | None) -> object:
+        """Wait until a request with these parameters can be submitted without waiting. At once if it can already.
+        Return what keeps it so, however many others are prepared, for as long as the caller holds it.
 
         Raises:
             RequestError: what it is constrained to can not be compiled.
         """
-        if not isinstance(params, SamplingParams) or worker.preparation(params) is None:
-            return
+        if params is None or not self.takes_long(worker, params):
+            return None
         async with self._turn:
             work = worker.preparation(params)  # the one before may have been for the same
-            if work is not None:
-                await asyncio.wrap_future(started(work))
+            return None if work is None else await asyncio.wrap_future(started(work))
 
 
 def remember(early: dict[K, T], name: K, said: T) -> None:

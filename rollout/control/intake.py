@@ -67,7 +67,8 @@ class Intake:
         return make
 
     def preparation(self, params: SamplingParams) -> Callable[[], object] | None:
-        """Return what compiles the grammar of requests with these parameters, None where there is nothing to do."""
+        """Return what compiles the grammar of requests with these parameters, and gives what keeps it compiled while it
+        is held; None where there is nothing to do."""
         asked = params.structured_outputs
         return None if asked is None or self._grammars.has(asked) else partial(self._grammar, params)
 

@@ -80,8 +80,9 @@ class ReplicaSide(AsyncWorker):
         one, for `follow` and `cancel`: an id may come again. number: counts the calls to this replica.
         """
         with self._arrivals.queueing(number):
-            await self.prepare(params)
+            prepared = await self.prepare(params)
             handle = self._handles[run] = self._runs[run] = self.rollout.submit(prompt, params, request_id)
+            del prepared
         try:
             self._catch_up(run, handle)
             if run in self._awaited:

@@ -5,6 +5,8 @@ Invariants
 * Who asks for what is compiled already waits for nothing: for no tokenizer that is read, nor another grammar.
 * What can not be compiled is refused at submission; the generation thread meets compiled grammars alone.
 * A compiled grammar is only ever copied, so requests of equal texts share it.
+* What somebody holds is not compiled again, however many others come meanwhile: not what requests that run are
+  constrained to, nor those that are prepared and wait.
 * Nothing is loaded, and no tokenizer is read, before the first request asks.
 """
 
@@ -15,6 +17,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
@@ -34,19 +37,30 @@ LONGEST_REASON = 1000
 
 
 @dataclass(frozen=True, eq=False)
+class Start:
+    """Holds a text compiled, at its beginning."""
+
+    matcher: LLMatcher
+
+    def copied(self) -> LLMatcher:
+        """Return what follows one sample."""
+        return self.matcher.deep_copy()
+
+
+@dataclass(frozen=True, eq=False)
 class Grammar:
-    """Holds a compiled grammar, at its beginning. accepting: tokens of the tokenizer, any of which is allowed where
-    the text may end. ending: those that end a sample of this request, and take their place. width: tokens that the
+    """Holds what a request is constrained to. accepting: tokens of the tokenizer, any of which is allowed where the
+    text may end. ending: those that end a sample of this request, and take their place. width: tokens that the
     library knows."""
 
-    start: LLMatcher
+    start: Start
     accepting: tuple[int, ...]
     ending: tuple[int, ...]
     width: int
 
     def why_none_may_follow(self, output_ids: list[int]) -> str:
         """Return in a line why no token may follow these of a sample: what the library says, where it has given up."""
-        place = self.start.deep_copy()
+        place = self.start.copied()
         place.consume_tokens(output_ids)
         place.compute_bitmask()
         return place.get_error().partition("\n")[0] or "its grammar allows no token that the request does"
@@ -62,7 +76,8 @@ class Grammars:
         self._compiling = threading.Lock()
         self._read: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[Kind, str], Start] = OrderedDict()
+        self._held: WeakValueDictionary[tuple[Kind, str], Start] = WeakValueDictionary()
 
     def compiled(self, asked: StructuredOutputsParams, *, ignore_eos: bool, stop_ids: tuple[int, ...]) -> Grammar:
         """Return what a request asks for, compiled; its samples end where the grammar lets them: at the model's end
@@ -87,7 +102,7 @@ class Grammars:
         """Return whether what a request asks for is compiled already."""
         return self._found(asked.kind_and_text) is not None
 
-    def _start(self, kind: Kind, text: str) -> tuple[LLTokenizer, LLMatcher]:
+    def _start(self, kind: Kind, text: str) -> tuple[LLTokenizer, Start]:
         found = self._found((kind, text))
         if found is not None:
             return found
@@ -96,25 +111,27 @@ class Grammars:
             if found is not None:
                 return found
             read = self._read = self._read or self._read_tokenizer()
-            start = _compiled(read, kind, text)
-            self._keep((kind, text), start)
+            start = Start(_compiled(read, kind, text))
+            with self._lock:
+                self._keep((kind, text), start)
             return read, start
 
-    def _found(self, wanted: tuple[Kind, str]) -> tuple[LLTokenizer, LLMatcher] | None:
+    def _found(self, wanted: tuple[Kind, str]) -> tuple[LLTokenizer, Start] | None:
         with self._lock:
-            start = self._kept.get(wanted)
+            start = self._held.get(wanted)
             if start is None or self._read is None:
                 return None
-            self._kept.move_to_end(wanted)
+            self._keep(wanted, start)
             return self._read, start
 
-    def _keep(self, named: tuple[Kind, str], start: LLMatcher) -> None:
-        with self._lock:
-            self._kept[named] = start
-            characters = sum(len(text) for _, text in self._kept)
-            while len(self._kept) > MOST_KEPT or (characters > MOST_CHARACTERS and len(self._kept) > 1):
-                (_, text), _ = self._kept.popitem(last=False)
-                characters -= len(text)
+    def _keep(self, named: tuple[Kind, str], start: Start) -> None:
+        """Keep what was asked for last, and let the oldest go. Under the lock."""
+        self._held[named] = self._kept[named] = start
+        self._kept.move_to_end(named)
+        characters = sum(len(text) for _, text in self._kept)
+        while len(self._kept) > MOST_KEPT or (characters > MOST_CHARACTERS and len(self._kept) > 1):
+            (_, text), _ = self._kept.popitem(last=False)
+            characters -= len(text)
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:

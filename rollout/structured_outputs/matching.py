@@ -36,7 +36,7 @@ class Matcher:
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        self.place = grammar.start.deep_copy()
+        self.place = grammar.start.copied()
         self._num_taken = 0
 
     def take(self, output_ids: npt.NDArray[np.int64]) -> Matcher:

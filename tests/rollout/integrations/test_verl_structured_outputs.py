@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout import NoTokenLeftError, RequestError, StructuredOutputsParams
 from samebit.rollout.integrations.verl.server.server import SamebitServer
+from samebit.rollout.structured_outputs import grammars
 
 from ..held_steps import held_steps
 from ..http.served import build_folder, byte_tokenizer
@@ -81,6 +82,25 @@ def test_a_grammar_is_compiled_beside_the_actors_loop(folder: Path, monkeypatch:
 
     serve(folder, check, ignore_eos=False, worker=WORKER)
     assert in_loops == [False]
+
+
+def test_no_grammar_is_compiled_again_behind_a_gate_that_was_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled while the server lets nothing in, more than are kept, is there when it does."""
+    monkeypatch.setattr(grammars, "MOST_KEPT", 1)
+    in_loops = note_compiling(monkeypatch)
+
+    async def check(server: SamebitServer) -> None:
+        await server.abort_all_requests()
+        asking = [asyncio.create_task(server.generate([1, 5], ask(regex=f"a{{3}}{i}"), f"{i}")) for i in range(3)]
+        while len(in_loops) < 3:
+            await asyncio.sleep(0.01)
+        await server.resume_generation()
+        await asyncio.gather(*asking)
+
+    serve(folder, check, ignore_eos=False, worker=WORKER)
+    assert in_loops == [False] * 3
 
 
 def test_a_response_may_end_by_the_tokenizers_end(folder: Path, tmp_path: Path) -> None:

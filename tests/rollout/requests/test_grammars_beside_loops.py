@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from samebit.rollout.structured_outputs import grammars
 from samebit.weight_sync.transports.addresses import Sources
 
 from ...patience import HANG
+from ..held_steps import held_steps
 from ..http.served import byte_tokenizer
 from ..noted_compiling import note_compiling
 from ..tiny_llama import smallest
@@ -56,7 +58,7 @@ async def generate(worker: RolloutWorker, params: SamplingParams) -> None:
 async def run_followed(worker: RolloutWorker, params: SamplingParams) -> None:
     side = ReplicaSide(Sources(), worker)
     await side.begin(0)
-    await side.run_followed(PROMPT, params, "one", 1)
+    await side.run_followed(PROMPT, params, "one", 1, 1)
 
 
 @pytest.mark.parametrize("call", [run, generate, run_followed])
@@ -67,6 +69,43 @@ def test_a_grammar_is_compiled_beside_the_event_loop(
     in_loops = note_compiling(monkeypatch)
     asyncio.run(call(worker, fresh()))
     assert in_loops == [False]
+
+
+@pytest.mark.parametrize("asked_before", [(), (0,), (0, 4)])
+def test_each_grammar_of_a_call_is_compiled_once_though_they_are_more_than_are_kept(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch, asked_before: tuple[int, ...]
+) -> None:
+    """Grammars of a call are compiled beside the event loop, however many; one that was there may make room before."""
+    monkeypatch.setattr(grammars, "MOST_KEPT", 2)
+    each = [fresh() for _ in range(5)]
+    for place in asked_before:
+        worker.generate([PROMPT], each[place])
+    in_loops = note_compiling(monkeypatch)
+    asyncio.run(generate_each(worker, each))
+    assert in_loops[: 5 - len(asked_before)] == [False] * (5 - len(asked_before))
+    assert len(in_loops) <= 5
+    assert not any(in_loops)
+
+
+async def generate_each(worker: RolloutWorker, each: list[SamplingParams]) -> None:
+    outputs = await AsyncWorker(Sources(), worker).generate([PROMPT] * len(each), each)
+    for out, params in zip(outputs, each, strict=True):
+        asked = params.structured_outputs
+        assert asked is not None
+        assert re.fullmatch(str(asked.regex), TOKENIZER.decode(out.samples[0].token_ids[:-1]))
+
+
+def test_the_grammar_of_a_request_that_runs_is_not_compiled_again(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MOST_KEPT", 1)
+    first, second = fresh(), fresh()
+    with held_steps(worker):
+        running = worker.submit(PROMPT, first)
+        other = worker.submit(PROMPT, second)
+        assert worker.preparation(first) is None
+    assert running.result(HANG)
+    assert other.result(HANG)
 
 
 def test_what_is_compiled_waits_for_no_other(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:

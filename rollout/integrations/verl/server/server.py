@@ -122,12 +122,14 @@ class SamebitServer:
             sampling_params, len(prompt), self._options, room=room, eos=self._eos, seed=seed
         )
         name = f"{request_id}-{number}"
-        await self._inside.prepare(params)
+        prepared = await self._inside.prepare(params)  # and held while the gate is closed
         if not await self._gate.enter(name):
             return TokenOutput(**requests.turned_away(self._steps.newest))
         try:
             with self._busy:
-                output = await self._worker.submit(prompt, params, name).result_async()
+                handle = self._worker.submit(prompt, params, name)
+                del prepared
+                output = await handle.result_async()
         finally:
             self._gate.leave(name)
         if requests.begins_again(output, params):
