@@ -299,7 +299,8 @@ def float32_names(module: nn.Module) -> frozenset[str]:
     made = {
         f"{name}.{inside}"
         for name, part in module.named_modules()
-        for inside in _MADE_FLOAT32.get(type(part).__name__, ())
+        for base in type(part).__mro__  # FSDP2 makes a class of its own of what it shards
+        for inside in _MADE_FLOAT32.get(base.__name__, ())
     }
     asked = {found for part in module.modules() for found in vars(part).get("_keep_in_fp32_modules_strict") or ()}
     patterns = [re.compile(one.replace("*", ".*")) for one in asked]

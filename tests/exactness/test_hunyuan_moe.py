@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import HunYuanMoEV1ForCausalLM, PreTrainedModel
 
 from samebit.kernels import BindingError, bind
@@ -65,6 +69,30 @@ def test_routers_are_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
             worker.receive_weights(source, verify=True)
             check(worker, rounded)
             worker.receive_weights(second)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_float32_routers_are_sent_whole_where_fsdp2_shards_them_apart(one_rank: None, tmp_path: Path) -> None:
+    """FSDP2, which wants one dtype in a group, makes a class of its own of each module that it shards."""
+    make_model(NAME).save_pretrained(tmp_path)
+    trainer: Any = bind(HunYuanMoEV1ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    for layer in trainer.model.layers:
+        fully_shard(layer.mlp.gate)
+        fully_shard(layer)
+    fully_shard(trainer)
+    with RolloutWorker(tmp_path, config=BFLOAT16) as worker:
+        with torch.no_grad():
+            for parameter in trainer.parameters():
+                parameter.mul_(0.5)
+        report = worker.receive_weights(WeightStream.of(trainer, dtype=torch.bfloat16), verify=True)
+        assert not report.casts
+        check(worker, trainer)
 
 
 def test_an_adapter_on_a_router_is_refused() -> None:
