@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -31,9 +32,12 @@ MOST_KEPT = 64
 MOST_CHARACTERS = 1 << 19
 """Characters that their texts have in all; the last one is kept whatever it has. A character takes up to 0.4 kB."""
 
-
 LONGEST_REASON = 1000
 """Characters of an error of the library that are quoted: it may hold the whole text, and what was called where."""
+
+
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""Finds a rule of the other format that a grammar may have; Lark has no such line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +189,20 @@ def _source(kind: Kind, text: str) -> str:
     if kind == "choice":  # as one terminal: of alternatives of a rule the library follows no more than 2,000
         texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
         return grammar_from("lark", f"start: CHOICE\nCHOICE: {texts}")
-    return grammar_from(kind, text)
+    return grammar_from("lark", _as_lark(text)) if kind == "grammar" else grammar_from(kind, text)
+
+
+def _as_lark(text: str) -> str:
+    """Return a grammar in Lark's format. The library's own way takes all that has no line `start:` for GBNF, and looks
+    for that line, with nothing else running, for 35 s in 65,536 empty ones."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if _GBNF.search(text) is None:
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # whatever its reader stumbles over
+        raise ValueError(f"it is no GBNF: {error}") from error
 
 
 def _refused(kind: Kind, text: str, why: str) -> RequestError:

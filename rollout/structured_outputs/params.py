@@ -25,7 +25,7 @@ class StructuredOutputsParams:
     json: JSON that a schema allows: a dict, or its text.
     regex: what a regular expression matches, from its first character to its last.
     choice: one of these texts.
-    grammar: a text of a grammar in Lark's format, whose first rule is called ``start``.
+    grammar: a text of a grammar in Lark's format, whose first rule is ``start``, or in GBNF, where it is ``root``.
     json_object: True for any JSON object.
     """
 

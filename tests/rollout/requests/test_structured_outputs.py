@@ -83,6 +83,21 @@ def test_each_kind_is_kept_to(worker: RolloutWorker) -> None:
     assert all(re.fullmatch("<[0-9],[0-9],[0-9]>", one) for one in texts(worker, asked(n=3, grammar=LARK)))
 
 
+HEADS = ("start: ", "?start: ", "!start: ", "start[capture]: ", "// a ::= b\nstart: ", "\n" * 50_000 + "root ::= ")
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str.strip)
+def test_a_grammar_is_lark_however_its_first_rule_begins_and_gbnf_where_it_has_such_rules(
+    worker: RolloutWorker, head: str
+) -> None:
+    assert set(texts(worker, asked(n=8, grammar=f'{head}"a" | "b"\n'))) == {"a", "b"}
+
+
+def test_a_grammar_without_a_first_rule_is_refused_in_larks_words(worker: RolloutWorker) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs\.grammar can not be compiled: no start rule found"):
+        worker.submit([1], asked(grammar='other: "a"\n'))
+
+
 def test_any_object_is_json(worker: RolloutWorker) -> None:
     """An object of any fields can be read, where it came to its end."""
     bias = {TOKENIZER.convert_tokens_to_ids(character): 9.0 for character in '"}'}
@@ -221,6 +236,7 @@ def test_nothing_left_fails_that_request_alone(worker: RolloutWorker) -> None:
         ({"json": {"not": {"type": "string"}}}, "json can not be compiled: .*not"),
         ({"regex": "a(("}, "regex can not be compiled: .*unclosed group"),
         ({"grammar": "start: nothing"}, "grammar can not be compiled"),
+        ({"grammar": "root ::= ("}, "grammar can not be compiled: it is no GBNF: "),
     ],
 )
 def test_what_can_not_be_compiled_is_refused_at_submission(
