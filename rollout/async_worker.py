@@ -15,7 +15,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -243,9 +243,22 @@ class Preparing:
         """
         if params is None or not self.takes_long(worker, params):
             return None
-        async with self._turn:
+        await self._turn.acquire()
+        return await self._begun(worker, params)  # in no variable: an error of it holds this frame
+
+    def _begun(self, worker: LocalWorker, params: SamplingParams) -> asyncio.Future[object]:
+        """Begin what is left to do in this turn, which ends with it: who gives up waiting leaves it to its end."""
+        with ExitStack() as turn:
+            turn.callback(self._turn.release)
             work = worker.preparation(params)  # the one before may have been for the same
-            return None if work is None else await asyncio.wrap_future(started(work))
+            if work is None:
+                nothing: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+                nothing.set_result(None)
+                return nothing
+            running = asyncio.wrap_future(started(work))
+            ending = turn.pop_all()
+        running.add_done_callback(lambda _: ending.close())
+        return asyncio.shield(running)
 
 
 def remember(early: dict[K, T], name: K, said: T) -> None:

@@ -24,16 +24,16 @@ class Admission:
         self.inside = 0
         self.refused = 0
 
-    async def prepare(self, worker: ServedWorker, params: SamplingParams, samples: int) -> None:
-        """Let a request in for as long as what it is constrained to is compiled, beside the event loop.
+    async def prepare(self, worker: ServedWorker, params: SamplingParams, samples: int) -> object:
+        """Let a request in for as long as what it is constrained to is compiled, beside the event loop; return what
+        keeps it so.
 
         Raises:
             ApiError: as `enter` does.
             RequestError: it can not be compiled.
         """
-        if params.structured_outputs is not None:
-            with self.enter(samples):
-                await self._preparing.prepare(worker, params)
+        with self.enter(samples):
+            return await self._preparing.prepare(worker, params)
 
     @contextmanager
     def enter(self, samples: int) -> Iterator[None]:

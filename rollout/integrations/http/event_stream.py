@@ -55,11 +55,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending: asyncio.Task[object] = asyncio.ensure_future(self._send_all(scope, receive, send))
         leaving = asyncio.ensure_future(_left(receive))
-        timer = self._deadline and asyncio.get_running_loop().call_later(self._deadline, self._expire, sending)
+        timer = None
+        if self._deadline is not None:
+            timer = asyncio.get_running_loop().call_later(self._deadline, self._expire, sending)
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if timer:
+            if timer is not None:
                 timer.cancel()
             leaving.cancel()
             sending.cancel()

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
@@ -69,7 +69,8 @@ class Asked:
 
     The worker knows the first prompt by that id, others by the id and their number. session: the conversation, which a
     fleet keeps on one replica. shared: requests at the same time may have this id, and the worker then knows the later
-    ones by one of their own.
+    ones by one of their own. began: when its seconds began to count. prepared: what keeps it from waiting where it is
+    submitted.
     """
 
     id: str
@@ -78,6 +79,8 @@ class Asked:
     session: str | None = None
     shared: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    began: float = field(default_factory=time.monotonic)
+    prepared: object = None
 
     @property
     def samples(self) -> int:
@@ -183,9 +186,13 @@ class Service:
             self._logged.add(line)
             logger.info("%s", line)
 
-    async def prepare(self, asked: Asked) -> None:
-        """Do what takes long before a request can be submitted, beside the event loop."""
-        await self.admission.prepare(self.worker, asked.params, asked.samples)
+    async def prepare(self, asked: Asked, request: Request) -> Asked:
+        """Do what takes long before a request can be submitted, beside the event loop, unless the client goes away
+        first; return the request with what was prepared."""
+        if asked.params.structured_outputs is None:
+            return asked
+        work = self.admission.prepare(self.worker, asked.params, asked.samples)
+        return replace(asked, prepared=await self.while_there(request, self._in_time(asked, work)))
 
     @contextmanager
     def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:
@@ -234,13 +241,18 @@ class Service:
     async def outputs(self, asked: Asked, request: Request) -> list[RequestOutput]:
         """Run to the end, unless the client goes away first."""
         with self.submitted(asked) as handles:
-            return await self.while_there(request, self._results(handles))
+            return await self.while_there(request, self._in_time(asked, _all(handles)))
 
-    async def _results(self, handles: Sequence[ServedHandle]) -> list[RequestOutput]:
+    async def _in_time(self, asked: Asked, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await asyncio.wait_for(_all(handles), self.settings.request_seconds)
+            return await asyncio.wait_for(work, self.seconds_left(asked))
         except asyncio.TimeoutError as error:
             raise self.too_late() from error
+
+    def seconds_left(self, asked: Asked) -> float | None:
+        """Return how long a request may take from now on; None where nothing ends it."""
+        most = self.settings.request_seconds
+        return None if most is None else max(0.0, asked.began + most - time.monotonic())
 
     def too_late(self) -> ApiError:
         """Return the error of a request that ran longer than it may."""

@@ -50,21 +50,26 @@ Sent = list[dict[str, Any]]
 MakeWorker = Callable[..., tuple[RolloutWorker, FakeRunner]]
 
 
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
 async def ask(
     service: Service,
     body: dict[str, Any],
     take: Callable[[dict[str, Any]], Awaitable[None]],
     *headers: tuple[bytes, bytes],
     path: str = "/v1/completions",
+    stay: Callable[[], Awaitable[object]] = for_ever,
 ) -> None:
-    """Call the application itself, with a client that takes what is sent in its own way."""
+    """Call the application itself, with a client that takes what is sent in its own way, and goes when it will."""
     content = [json.dumps(body).encode()]
 
     async def receive() -> dict[str, Any]:
         if content:
             return {"type": "http.request", "body": content.pop()}
-        await asyncio.Event().wait()
-        raise AssertionError
+        await stay()
+        return {"type": "http.disconnect"}
 
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
@@ -124,7 +129,8 @@ def test_a_client_that_does_not_read_the_first_or_the_last_message_holds_nothing
     wait_until(lambda: served.service.worker.stats()["running"] == 0)
 
 
-def test_a_deadline_ends_what_runs_for_a_client_that_does_not_read() -> None:
+@pytest.mark.parametrize("deadline", [0.01, 0.0])
+def test_a_deadline_ends_what_runs_for_a_client_that_does_not_read(deadline: float) -> None:
     """A deadline ends what runs for a client that does not read. It hears of the deadline when it reads again: with a
     status of its own, where it has read nothing.
     """
@@ -147,7 +153,7 @@ def test_a_deadline_ends_what_runs_for_a_client_that_does_not_read() -> None:
             taken.append(message)
             await reading.wait()
 
-        stream = EventStream(events(), StallWatch(HANG), 0.01, lambda: ApiError(504, "too late"))
+        stream = EventStream(events(), StallWatch(HANG), deadline, lambda: ApiError(504, "too late"))
         streaming = asyncio.create_task(stream({"type": "http"}, stay, read_later))
         await ended.wait()
         reading.set()

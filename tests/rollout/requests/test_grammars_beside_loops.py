@@ -133,6 +133,46 @@ def test_what_is_compiled_waits_for_no_other(worker: RolloutWorker, monkeypatch:
     assert len(times) == 1
 
 
+def test_who_gives_up_waiting_leaves_the_turn_to_what_runs(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled goes on alone when its caller has given up, and is there then; one that waited does nothing."""
+    compiled, begun, go_on, texts = grammars._compiled, threading.Event(), threading.Event(), []
+
+    def held(*given: Any) -> Any:
+        texts.append(given[-1])
+        begun.set()
+        assert go_on.wait(HANG)
+        return compiled(*given)
+
+    monkeypatch.setattr(grammars, "_compiled", held)
+    first, second, third = fresh(), fresh(), fresh()
+
+    async def check() -> None:
+        inside = AsyncWorker(Sources(), worker)
+        one, two = (asyncio.create_task(inside.prepare(params)) for params in (first, second))
+        await asyncio.to_thread(begun.wait, HANG)
+        for task in (one, two):
+            task.cancel()
+        await asyncio.wait((one, two))
+        assert one.cancelled()
+        assert two.cancelled()
+        threads = threading.active_count()
+        last = asyncio.create_task(inside.prepare(third))
+        await asyncio.sleep(0)
+        assert threading.active_count() == threads  # a client that comes and goes leaves no thread behind each time
+        go_on.set()
+        await last
+
+    try:
+        asyncio.run(check())
+    finally:
+        go_on.set()
+    assert len(texts) == 2
+    assert worker.preparation(first) is None
+    assert worker.preparation(second) is not None
+
+
 def test_what_is_kept_is_bounded_by_its_length(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest go of grammars that are longer together than what is kept; the last stays, whatever its length."""
     monkeypatch.setattr(grammars, "MOST_CHARACTERS", 100)

@@ -43,17 +43,17 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     session = session_of(request)
     prompt = Prompt(await _prompt_ids(service, asked, session))
     job = asked_by(request, asked.request_id, [prompt], params, prefix="chatcmpl-")
-    await _prepare(service, asked, job)
+    job = await _prepare(service, asked, job, request)
     read_by = await apart(lambda: _reading(service, asked, prompt.token_ids), len(prompt.token_ids))
     answering = _Chat(service, asked, job, session, read_by)
     if asked.stream:
-        return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
+        return EventStream(answering.events(), service.stalls, service.seconds_left(job), service.too_late)
     return JsonAnswer(await answering.whole((await service.outputs(job, request))[0]))
 
 
-async def _prepare(service: Service, asked: ChatRequest, job: Asked) -> None:
+async def _prepare(service: Service, asked: ChatRequest, job: Asked, request: Request) -> Asked:
     try:
-        await service.prepare(job)
+        return await service.prepare(job, request)
     except RequestError as error:
         forced = forced_calls(asked)
         if forced is None:

@@ -89,10 +89,10 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
         adapter=adapter,
     )
     job = asked_by(request, asked.request_id, [Prompt(asked.token_ids)], params)
-    await service.prepare(job)
+    job = await service.prepare(job, request)
     answering = _Generation(service, asked, job)
     if asked.stream:
-        return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
+        return EventStream(answering.events(), service.stalls, service.seconds_left(job), service.too_late)
     outputs = await service.outputs(job, request)
     return JsonAnswer(await apart(lambda: written(answering.whole(outputs[0])), num_tokens(outputs, params)))
 
