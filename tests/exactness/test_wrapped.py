@@ -356,6 +356,24 @@ def test_an_adapter_of_a_llama_inside_of_a_llava_is_served_by_the_llama() -> Non
         check_adapter(worker, trainer)
 
 
+@pytest.mark.parametrize("name", ["Llama in Llava", "Qwen3 in InternVL"])
+def test_an_adapter_with_the_names_before_transformers_4_52(name: str, tmp_path: Path) -> None:
+    model = make_wrapped(name)
+    text = as_text(model, in_text(name))
+    trainer = bind(adapted(model, ADAPTERS["all"]))
+    tensors = get_peft_model_state_dict(trainer)
+    old = {key.replace(".model.language_model.", ".language_model.model."): one for key, one in tensors.items()}
+    old = {re.sub(r"\.model\.(vision_tower|multi_modal_projector)\.", r".\1.", key): one for key, one in old.items()}
+    assert not old.keys() & tensors.keys()
+    trainer.save_pretrained(tmp_path)
+    save_file(old, tmp_path / "adapter_model.safetensors")
+    for source in (old, tmp_path):
+        for served in (text, make_wrapped(name)):
+            with RolloutWorker(served, config=CHUNK) as worker:
+                worker.load_adapter("policy", source, config=ADAPTERS["all"])
+                check_adapter(worker, trainer)
+
+
 def test_qwen2_vl_is_bound_and_loads_as_qwen2(tmp_path: Path) -> None:
     """Qwen2-VL's text model is Qwen2.5-VL's under another name."""
     text = {**make_config("Qwen2").to_dict(), "model_type": "qwen2_vl_text"}
