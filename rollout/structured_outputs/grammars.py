@@ -36,6 +36,8 @@ LONGEST_REASON = 1000
 """Characters of an error of the library that are quoted: it may hold the whole text, and what was called where."""
 
 
+_PANIC = "PanicException"
+"""Names the class of errors that no module of the library exports."""
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """Finds a rule of the other format that a grammar may have; Lark has no such line."""
 
@@ -98,7 +100,7 @@ class Grammars:
                 f"ignore_eos={ignore_eos}, and stop_token_ids has none"
             )
         read, start = self._start(*asked.kind_and_text)
-        stops = tuple(token for token in stop_ids if read.is_special_token(token))
+        stops = tuple(token for token in stop_ids if token < read.vocab_size and read.is_special_token(token))
         ending = (*model_ends, *stops) or stop_ids
         return Grammar(start, tuple(read.eos_tokens), ending, read.vocab_size)
 
@@ -162,7 +164,9 @@ class Grammars:
         width = max(self._vocab_size, len(tokenizer))
         try:
             return from_tokenizer(tokenizer, n_vocab=width, eos_token=ends)
-        except Exception as error:  # whatever the library can not read
+        except BaseException as error:  # whatever the library can not read; where it panics that is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             raise RequestError(f"structured_outputs can not read this worker's tokenizer: {error}") from error
 
 
@@ -187,7 +191,7 @@ def _source(kind: Kind, text: str) -> str:
     if kind == "json_object":
         return LLMatcher.grammar_from_json_schema({"type": "object"})
     if kind == "choice":  # as one terminal: of alternatives of a rule the library follows no more than 2,000
-        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        texts = " | ".join(map(json.dumps, json.loads(text)))
         return grammar_from("lark", f"start: CHOICE\nCHOICE: {texts}")
     return grammar_from("lark", _as_lark(text)) if kind == "grammar" else grammar_from(kind, text)
 

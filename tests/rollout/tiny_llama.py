@@ -37,9 +37,9 @@ def tiny(seed: int) -> LlamaForCausalLM:
     )
 
 
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of a few letters, and a token for each byte of all other characters."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abc"]
+def byte_fallback_tokenizer(*more: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a few letters, a token for each byte of all other characters, and more tokens."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abc", *more]
     backend = Tokenizer(
         BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )

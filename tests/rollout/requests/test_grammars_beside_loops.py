@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -188,6 +189,13 @@ def test_what_is_kept_is_bounded_by_its_length(worker: RolloutWorker, monkeypatc
     assert worker.preparation(longest) is None
     assert worker.preparation(third) is not None
     assert worker.preparation(SamplingParams()) is None
+
+
+def test_a_stop_token_that_no_tokenizer_has_is_refused_by_the_limits_of_the_model(worker: RolloutWorker) -> None:
+    """What checks a request says so, also where its grammar is compiled before."""
+    params = replace(fresh(), stop_token_ids=[1 << 40])
+    with pytest.raises(RequestError, match=r"stop_token_ids.*1099511627776"):
+        asyncio.run(run(worker, params))
 
 
 def test_a_reason_of_the_library_is_quoted_in_part(worker: RolloutWorker) -> None:

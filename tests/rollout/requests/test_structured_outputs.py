@@ -28,7 +28,7 @@ from samebit.rollout import (
 )
 
 from ..http.served import byte_tokenizer
-from ..tiny_llama import smallest
+from ..tiny_llama import byte_fallback_tokenizer, smallest
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -96,6 +96,14 @@ def test_a_grammar_is_lark_however_its_first_rule_begins_and_gbnf_where_it_has_s
 def test_a_grammar_without_a_first_rule_is_refused_in_larks_words(worker: RolloutWorker) -> None:
     with pytest.raises(RequestError, match=r"structured_outputs\.grammar can not be compiled: no start rule found"):
         worker.submit([1], asked(grammar='other: "a"\n'))
+
+
+def test_a_choice_may_have_any_character(worker: RolloutWorker) -> None:
+    choices = ["a\x7fb", "\x00", "\t\n\r", '"\\', "\u2028\ufeff", "\U0001f600", "".join(map(chr, range(0x80, 0x100)))]
+    for one in choices:
+        params = SamplingParams(max_tokens=400, structured_outputs=StructuredOutputsParams(choice=[one]))
+        [output] = worker.generate([[1]], params)
+        assert TOKENIZER.decode(output.samples[0].token_ids[:-1]) == one
 
 
 def test_any_object_is_json(worker: RolloutWorker) -> None:
@@ -289,6 +297,7 @@ class Decoder:
     [
         (Decoder(), "need a tokenizer of the kind PreTrainedTokenizerFast, .* this worker has a Decoder"),
         (tiny_model.build_tokenizer(), "can not read this worker's tokenizer: can't determine decoder type"),
+        (byte_fallback_tokenizer("<0xZZ>"), "can not read this worker's tokenizer: "),
         (endless_tokenizer(), "need an end token, and neither model nor tokenizer names one"),
     ],
 )
