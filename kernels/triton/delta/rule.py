@@ -37,7 +37,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, keep_state
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, keep_state, widened
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -136,7 +136,7 @@ def _rule_head(
             sums = tl.cumsum(tl.where(old, decay_old, decay_new), axis=0)
         k_new = tl.load(of_k + rows[:, None] * WIDTH + n[None, :], mask=new_n, other=0.0)
         k_old = tl.load(old_k + c[:, None] * DEEP + n[None, :], mask=old_n, other=0.0)
-        k = tl.where(old[:, None], k_old, k_new.to(tl.float32))
+        k = tl.where(old[:, None], k_old, widened(k_new))
         k = k / tl.sqrt_rn(tl.sum(k * k, axis=1) + EPS)[:, None]
         in_u = old_u + c[:, None] * WIDE + p[None, :]
         u = tl.load(in_u, mask=old[:, None] & real_p[None, :], other=0.0)

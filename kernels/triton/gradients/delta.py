@@ -35,7 +35,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
 from samebit.kernels.triton.gradients.decays import left_at_end, left_between
-from samebit.kernels.triton.numeric import aligned, dot, jit
+from samebit.kernels.triton.numeric import aligned, dot, jit, widened
 from samebit.kernels.triton.tiles.table import power_of_two, shared_memory
 
 _PART = 32
@@ -195,8 +195,7 @@ def _walk_back(
         from_q = at_q + at[:, None] * (2 * KEY_HEADS * KEY_DIM) + n[None, :]
         q = tl.load(from_q, mask=deep, other=0.0)
         k = tl.load(from_q + KEY_HEADS * KEY_DIM, mask=deep, other=0.0)
-        g = tl.load(grad + (at[:, None] * HEADS + head) * VALUE_DIM + p[None, :], mask=inside, other=0.0)
-        g = g.to(tl.float32)
+        g = widened(tl.load(grad + (at[:, None] * HEADS + head) * VALUE_DIM + p[None, :], mask=inside, other=0.0))
         kept, nothing = left_between(sums, CHUNK), tl.zeros((CHUNK, CHUNK), tl.float32)
         asked = dot(q, tl.trans(k), nothing) * kept
         matches = dot(k, tl.trans(k), nothing) * kept * strength[:, None]

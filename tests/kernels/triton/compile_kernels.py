@@ -4,9 +4,9 @@ of its own.
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
 place in registers; loads of two bytes, which are those of elements that were not seen to lie side by side, and
-asynchronous copies, of sixteen bytes each; instructions of tensor cores; those that read a register which none wrote;
-how elements are spread over threads, which is the order of a sum; and of attention the instructions of its longest
-loop, the one over the keys.
+asynchronous copies, of sixteen bytes each; instructions of tensor cores, and those in TF32; those that read a register
+which none wrote; how elements are spread over threads, which is the order of a sum; and of attention the instructions
+of its longest loop, the one over the keys.
 
 Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
@@ -34,6 +34,7 @@ from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout, SparseLayout
+from samebit.kernels.layout.lora.adapters import LowRank, LowRanks
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
@@ -73,6 +74,7 @@ from samebit.kernels.triton.gradients import delta as delta_gradient
 from samebit.kernels.triton.heads import turn_and_write, turned_each
 from samebit.kernels.triton.latent import rows as latent_rows
 from samebit.kernels.triton.layers.gated import multiply_both
+from samebit.kernels.triton.linear import add_low_rank
 from samebit.kernels.triton.matmul import multiply, multiply_layers
 from samebit.kernels.triton.norm import added
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
@@ -95,7 +97,7 @@ CARDS = {
     "sm_80": Card(80, 163 * 1024),
     "sm_89": Card(89, 99 * 1024),
     "sm_90": Card(90, 227 * 1024),
-    "sm_100": Card(90, 227 * 1024),  # compiled as for an H100
+    "sm_100": Card(100, 227 * 1024),
     "default": Card(86, 99 * 1024),
 }
 """Holds a card for each section of the file of tiles."""
@@ -143,6 +145,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
             "products": len(re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
+            "in TF32": len(re.findall(r"mma[\w.:]*\.(?:kind::)?tf32\b", kernel.asm["ptx"])),
             "sums": sums_of(kernel.asm["ttgir"]),
             "layouts": sorted(set(re.findall(r"#ttg\.blocked<.*?>", kernel.asm["ttgir"]))),
         }
@@ -353,7 +356,9 @@ def with_states(shape: SSMShape | DeltaShape | ConvShape, dtype: torch.dtype, gu
 
 
 def short_convs() -> None:
-    """Compile the convolution without silu of LFM2's layers, forward with windows of both sizes, and gradients."""
+    """Compile the convolution without silu of LFM2's layers, forward with windows of both sizes, and gradients; then
+    the one with silu of a Mamba2, with a window for guesses.
+    """
     width, taps = 2048, 3
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.zeros(width, 1, taps, dtype=dtype)
@@ -365,6 +370,10 @@ def short_convs() -> None:
             lambda x, w, b, context=context: causal_conv(x, w, b, context, 0, silu=False), (70, width),
             (width, 1, taps), (width,), dtype=dtype,
         )  # fmt: skip
+    shape = SSMShape(heads=8, head_dim=64, groups=2, state_size=128, taps=4)
+    context, width = with_states(shape, torch.bfloat16, guesses=7), shape.conv_width
+    x, weight = (torch.zeros(size, dtype=torch.bfloat16) for size in ((20, width), (width, 1, shape.taps)))
+    causal_conv(x, weight, None, context, 0)
 
 
 def mamba_gradients() -> None:
@@ -397,7 +406,11 @@ def delta() -> None:
     few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
     more = (torch.float16, 4, 8, 128, 128), (torch.float32, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
     kimi = (torch.bfloat16, 8, 8, 128, 128)
-    for dtype, key_heads, heads, key_dim, value_dim in (*few, kimi, *more) if every_shape() else (*few, kimi):
+    compute_rules((*few, kimi, *more) if every_shape() else (*few, kimi))
+
+
+def compute_rules(rules: Sequence[tuple[torch.dtype, int, int, int, int]]) -> None:
+    for dtype, key_heads, heads, key_dim, value_dim in rules:
         shape = DeltaShape(key_heads, heads, key_dim, value_dim, 4, key_heads == 8)
         context = with_states(shape, dtype)
         options = DeltaOptions(0, 64, key_heads, heads, key_dim, value_dim, shape.by_channel)
@@ -529,6 +542,15 @@ def heads_of_rollouts() -> None:
         turned_each(q, k, (turns, turns), norms)
 
 
+def adapters() -> None:
+    """Compile what adapters of small and usual ranks add to queries, keys and values of Qwen3-8B."""
+    x = torch.zeros(7, 4096, dtype=torch.bfloat16)
+    for rank in (1, 8, 16):
+        downs, ups = torch.zeros(rank, 4096, dtype=x.dtype), torch.zeros(4096, rank, dtype=x.dtype)
+        terms = LowRanks(tuple(LowRank(downs, ups[:outputs], 1.0) for outputs in (4096, 1024, 1024)))
+        add_low_rank([x.new_zeros(7, len(term.up)) for term in terms.each], x, terms)
+
+
 def norms_of_sums() -> None:
     """Compile a sum with its norm, then the norm alone: of Qwen3-8B, of an odd width, of a wide model in float32."""
     for width, dtype in ((4096, torch.bfloat16), (1000, torch.bfloat16), (8192, torch.float32)):
@@ -601,6 +623,15 @@ def smaller_cards() -> None:
             part()
 
 
+def products_of_a_b200() -> None:
+    """Compile for a B200 a delta rule, which multiplies in float32 what had 16 bits; under `make soak` more kernels."""
+    take_tiles_of("sm_100")
+    compute_rules(((torch.bfloat16, 4, 8, 128, 128),))
+    parts = rowwise, attentions, latents, mamba, mamba_gradients, delta, delta_gradients, joined_layers, gated_layers
+    for part in parts if CAMPAIGN else ():
+        part()
+
+
 if __name__ == "__main__":
     driver.set_active(Driver())
     JITFunction.run = compile_only
@@ -631,7 +662,9 @@ if __name__ == "__main__":
         routers,
         qwen_experts,
         other_experts,
+        adapters,
         smaller_cards,
+        products_of_a_b200,
     )
     named = sys.argv[1:]
     found: list[dict[str, Any]] = []

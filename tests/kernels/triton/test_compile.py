@@ -4,8 +4,8 @@ but for `TOO_LARGE`; so do those whose tiles are not in the file, for an A100 an
 
 And there is one of a layer: training, decode, and sequences that share blocks run the same compiled kernel. Those of
 routed experts keep all in registers. Products of large layers read sixteen bytes at once wherever the layer's sizes
-allow it. Logits of sixteen bits are summed in the order of float32's.
-Attention at heads of 128 takes few instructions a tile of keys, and keeps all in registers.
+allow it. Float32 is not multiplied in TF32, for a B200 neither. Logits of sixteen bits are summed in the order of
+float32's. Attention at heads of 128 takes few instructions a tile of keys, and keeps all in registers.
 """
 
 import json
@@ -51,7 +51,10 @@ Few = Callable[[str], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def few() -> Few:
     """Return what was found of a part that compiles soon. One process compiles them all."""
-    parts = "routers", "joined_layers", "gated_layers", "heads_of_rollouts", "norms_of_sums", "small_states"
+    parts = (
+        "routers", "joined_layers", "gated_layers", "heads_of_rollouts", "norms_of_sums", "small_states",
+        "products_of_a_b200",
+    )  # fmt: skip
     kernels = compiled(*parts)
     return lambda part: [kernel for kernel in kernels if kernel["part"] == part]
 
@@ -93,6 +96,15 @@ def test_no_kernel_reads_a_register_that_none_wrote(few: Few) -> None:
     kernels = [kernel for part in ("small_states", "joined_layers", "gated_layers") for kernel in few(part)]
     assert {"_of_head", "_multiply_layers", "_multiply_gated"} <= {kernel["name"] for kernel in kernels}
     assert [kernel for kernel in kernels if kernel["never written"]] == []
+
+
+def test_float32_is_not_multiplied_in_tf32_for_a_b200(few: Few) -> None:
+    """Float32 that had 16 bits is multiplied as float32: for a B200 Triton 3.6 and 3.7 would take TF32 for it, if they
+    saw what it was.
+    """
+    kernels = few("products_of_a_b200")
+    assert {"_gates", "_rule_head", "_append_tokens"} <= {kernel["name"] for kernel in kernels}
+    assert [kernel for kernel in kernels if kernel["in TF32"] and kernel["name"] != "_scan_head"] == []
 
 
 def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does(few: Few) -> None:
@@ -176,6 +188,10 @@ def test_kernels_compile_for_an_h100() -> None:
     assert [kernel for kernel in scans if kernel["stack"] > STACK and kernel["part"] != "wide_delta_gradients"] == []
     convolutions = [kernel["name"] for kernel in kernels if kernel["part"] == "short_convs"]
     assert convolutions.count("_convolve_row") == 2, "one of each dtype, for training and windows of both sizes"
+    moved = [kernel for kernel in kernels if kernel["name"] == "_move_window"]
+    assert [kernel for kernel in moved if len(kernel["layouts"]) != 1] == [], "who writes a channel is who read it"
+    in_tf32 = {kernel["name"] for kernel in kernels if kernel["in TF32"]}
+    assert in_tf32 == {"_scan_head"}, "where it is asked for, in three products, for what TF32 holds exactly"
     latents = [kernel for kernel in kernels if kernel["part"] == "latents"]
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == 4, "one of each layer"
     assert [kernel for kernel in latents if kernel["stack"] > STACK] == [], "of DeepSeek's sizes, in float32"
