@@ -175,7 +175,7 @@ def _bytes_left(runner: ModelRunner, config: RolloutConfig) -> int:
     share = config.gpu_share
     if share is None:
         return 0
-    logits = config.max_num_seqs * runner.vocab_size * torch.float32.itemsize
+    logits = config.most_drawn_rows * runner.vocab_size * torch.float32.itemsize
     return kv_cache_bytes(
         runner.model, share, config.max_num_batched_tokens, config.max_num_seqs,
         runner.shape.bytes_of_states() + logits,

@@ -190,6 +190,11 @@ class RolloutConfig:
         return DEFAULT_STEP_TOKENS[self.device] if given is None else given
 
     @property
+    def most_drawn_rows(self) -> int:
+        """Return from how many rows of a step tokens are drawn at most: guesses of a sequence are rows too."""
+        return max(self.max_num_seqs, self.decided_step_tokens if self.num_speculative_tokens else 0)
+
+    @property
     def tests_itself(self) -> bool:
         """Return whether a worker compares its rows before it starts."""
         return (self.device == "cuda" and self.exact) if self.self_test is None else self.self_test

@@ -15,7 +15,7 @@ Invariants
   save the state of the random numbers even without a gradient.
 
 A step whose sequences compute one token each is taken for a decode: its graph has room for as many sequences as rows.
-Other steps may have as many sequences as the worker runs at once.
+Other steps may have as many sequences as the worker runs at once, and as many rows that are drawn from as it ever has.
 """
 
 from __future__ import annotations
@@ -41,10 +41,18 @@ SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for pow
 class StepGraphs:
     """Holds the graphs of one model on one device."""
 
-    def __init__(self, device: torch.device, max_rows: int, max_sequences: int) -> None:
+    def __init__(self, device: torch.device, max_rows: int, max_sequences: int, max_head_rows: int) -> None:
+        """Hold none yet.
+
+        Args:
+            max_rows: of a step.
+            max_sequences: that run at once.
+            max_head_rows: from which tokens are drawn, at least as many.
+        """
         self.device = device
         self.max_rows = max_rows
         self.max_sequences = max_sequences
+        self.max_head_rows = max_head_rows
         self._record: Recorder | None = None
         self._graphs: dict[Size, StepGraph] = {}
         self._logits: torch.Tensor | None = None
@@ -71,7 +79,7 @@ class StepGraphs:
         if _has_adapters(context) or not self._stays_as_recorded(model):
             return
         for count in sorted({min(size, self.max_sequences) for size in SIZES}, reverse=True):
-            size = Size(count, count)
+            size = Size(count, count, count)
             if size not in self._graphs:
                 self._graphs[size] = self._recorded(model, arrays.room(size, context.block_size), context)
 
@@ -84,7 +92,7 @@ class StepGraphs:
         if self._record is None:
             self._record = CudaRecorder(self.device)
         if self._logits is None:
-            shape = self.max_sequences, binding_of(model).vocab_size
+            shape = self.max_head_rows, binding_of(model).vocab_size
             self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
         return StepGraph(model, room, context, self._record, self._logits[: len(room.head_rows)])
 
@@ -95,7 +103,7 @@ class StepGraphs:
         if room is None or rows > most:
             return None
         room = min(room, most)
-        return Size(room, room if decode else self.max_sequences)
+        return Size(room, room, room) if decode else Size(room, self.max_sequences, self.max_head_rows)
 
     def _stays_as_recorded(self, model: nn.Module) -> bool:
         """Tell whether the model can be recorded; forget what was, where weights have moved."""

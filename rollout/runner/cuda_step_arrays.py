@@ -27,10 +27,11 @@ _OF_SEQUENCES = ("row_start", "lengths", "starts", "slots", "tables")
 
 @dataclass(frozen=True)
 class Size:
-    """Counts the rows, and the sequences they may be of, for which there is room."""
+    """Counts the rows, the sequences they may be of, and the rows that reach the head, for which there is room."""
 
     rows: int
     sequences: int
+    head_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +87,11 @@ class StepArrays:
         return StepArrays(
             token_ids=_zeros(self.token_ids, size.rows),
             sources=_zeros(self.sources, size.rows),
-            head_rows=_zeros(self.head_rows, size.sequences),
-            draw_rows=_zeros(self.draw_rows, size.sequences),
-            temperatures=_zeros(self.temperatures, size.sequences) + 1,
-            keys=_zeros(self.keys, size.sequences),
-            counters=_zeros(self.counters, size.sequences),
+            head_rows=_zeros(self.head_rows, size.head_rows),
+            draw_rows=_zeros(self.draw_rows, size.head_rows),
+            temperatures=_zeros(self.temperatures, size.head_rows) + 1,
+            keys=_zeros(self.keys, size.head_rows),
+            counters=_zeros(self.counters, size.head_rows),
             layout=_layout_room(self.layout, size, block_size),
         )
 

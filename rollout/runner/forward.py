@@ -19,7 +19,8 @@ def forward_for(weight: torch.Tensor, config: RolloutConfig) -> Forward:
     from samebit.rollout.runner.cuda_forward import DeviceForward
     from samebit.rollout.runner.cuda_graphs import StepGraphs
 
-    graphs = StepGraphs(weight.device, config.max_num_batched_tokens, config.max_num_seqs)
+    sizes = config.max_num_batched_tokens, config.max_num_seqs, config.most_drawn_rows
+    graphs = StepGraphs(weight.device, *sizes)
     return DeviceForward(weight.device, None if config.enforce_eager else graphs)
 
 

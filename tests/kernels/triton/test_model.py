@@ -130,6 +130,30 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
 
 
 @pytest.mark.soak
+def test_steps_with_guesses_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with guesses are replayed where one sequence runs at once, with the bits of those without graphs."""
+    model = bind(small("NemotronH"), ssm_chunk=16).to(DEVICE)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    found, rows, replay = [], [], StepGraph.replay
+
+    def spied(self: StepGraph, arrays: StepArrays, drawn: torch.Tensor | None) -> tuple[Tensors, torch.Tensor]:
+        rows.append(len(arrays.draw_rows))
+        return replay(self, arrays, drawn)
+
+    monkeypatch.setattr(StepGraph, "replay", spied)
+    with triton(monkeypatch):
+        for eager in (True, False):
+            guesses = {"num_speculative_tokens": 3, "prompt_lookup_min": 1}
+            guessing = replace(config(eager), max_num_seqs=1, kv_cache_gb=0.05, **guesses)
+            with RolloutWorker(model, config=guessing) as worker:
+                outputs = [worker.generate([[5, 6, 7]], params)[0] for _ in range(2)]  # the second time it is known
+                found.append([vars(out.samples[0]) for out in outputs])
+                assert worker.stats()["draft_tokens_accepted"]
+    assert max(rows) > 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.soak
 @long
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(

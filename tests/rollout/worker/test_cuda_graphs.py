@@ -5,14 +5,19 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.layout import device
 from samebit.kernels.layout.memory_pool import WHOLE_GPU
+from samebit.rollout.config import RolloutConfig
 from samebit.rollout.runner import cuda_pool_size
 from samebit.rollout.runner.cuda_graphs import StepGraphs, _Watched
 from samebit.rollout.runner.cuda_recorder import CudaRecorder
+from samebit.rollout.runner.cuda_step_arrays import StepArrays
+from samebit.rollout.runner.forward import forward_for
 
 
 def test_whatever_a_replay_would_not_compute_is_noticed() -> None:
@@ -64,10 +69,30 @@ def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytes
     monkeypatch.setattr(StepGraphs, "_recorded", lambda self, model, room, context: sizes.append(room))
     arrays: Any = SimpleNamespace(room=lambda size, block_size: (size.rows, size.sequences))
     context: Any = SimpleNamespace(adapters=None, block_size=64)
-    graphs, model = StepGraphs(torch.device("cpu"), max_rows=512, max_sequences=40), nn.Linear(1, 1)
+    sizes_of_steps = {"max_rows": 512, "max_sequences": 40, "max_head_rows": 64}
+    graphs, model = StepGraphs(torch.device("cpu"), **sizes_of_steps), nn.Linear(1, 1)
     for _ in range(2):
         graphs.record_decodes(model, arrays, context)
     assert sizes == [(size, size) for size in (40, 32, 24, 16, 8, 4, 2, 1)]
+
+
+def test_a_step_with_guesses_has_a_graph_where_one_sequence_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is drawn from each row of a guess: a graph has room for as many as a step is filled up to."""
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(
+        StepGraphs, "_recorded", lambda self, model, room, context: SimpleNamespace(places=room.by_name())
+    )
+    config = RolloutConfig(max_num_seqs=1, num_speculative_tokens=5)
+    forward: Any = forward_for(torch.zeros(1), config)
+    rows, context = np.zeros(6, np.int64), SimpleNamespace(adapters=None, block_size=64, lengths=[6])
+    arrays = StepArrays(
+        token_ids=rows, sources=rows, head_rows=rows, draw_rows=rows, temperatures=np.ones(6, np.float32),
+        keys=np.zeros((6, 2), np.uint32), counters=np.zeros((6, 4), np.uint32),
+        layout={"tables": np.zeros((1, 2), np.int32), "sequences": np.zeros(6, np.int32)},
+    )  # fmt: skip
+    graph = forward.graphs.fitting(nn.Linear(1, 1), arrays, context)
+    assert graph is not None
+    assert len(graph.places["head_rows"]) == 16, "what a step is filled up to on a CPU"
 
 
 def test_the_memory_that_torch_keeps_is_given_back_between_recordings(
