@@ -67,7 +67,7 @@ class DecoderFacts:
         attends: attention layers, or a decoder that makes their mask in any case.
         masks_by_layer: recurrent layers, and takes a mask for each kind of layer.
         wrapped: it may be wrapped with vision.
-        pre_norm: it is of layers that `layers.decoder` runs.
+        plain: `layers.decoder` runs it.
         adapters: those that peft has put into it; None without any.
         float32_residual: what goes from layer to layer is float32, whatever the weights are.
         layer_inputs: each layer takes an embedding of its own of the tokens.
@@ -77,7 +77,7 @@ class DecoderFacts:
     attends: bool
     masks_by_layer: bool
     wrapped: bool
-    pre_norm: bool = False
+    plain: bool = False
     adapters: PeftAdapters | None = None
     float32_residual: bool = False
     layer_inputs: bool = False
@@ -178,7 +178,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.float32_residual:
         check_residual_is_not_cast([*self.layers, self.norm_f])
     positions = context.positions.view(ids.shape)
-    plain = facts.pre_norm and facts.adapters is None and not (args or casts or ids.is_cuda)
+    plain = facts.plain and facts.adapters is None and not (args or casts or ids.is_cuda)
     if plain and runs_plainly(self, context, kwargs):
         return plain_decoder(self, ids, positions)
     if facts.adapters is not None:

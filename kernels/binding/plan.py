@@ -1,7 +1,7 @@
 """Plan which forward each module of a model gets; `bind` carries the plan out."""
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
 from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
-from samebit.kernels.binding.families.family import BindingError, Family
+from samebit.kernels.binding.families.family import BindingError, Family, LayerNorms
 from samebit.kernels.binding.gemma.plan import GemmaPlan
 from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.layers.attention import facts_of
@@ -113,7 +113,7 @@ class Plan:
             attends=self.kv_layout().num_layers > 0 or bool(self.family.layers.short_conv),
             masks_by_layer=self.state_layout() is not None and self.family.masks_by_layer,
             wrapped=self.family.wrapped is not None,
-            pre_norm=self._pre_norm,
+            plain=self.exact and self.family.layers.plain,
             adapters=self.lora.adapters(),
             layer_inputs=self.gemma is not None and self.gemma.has_layer_inputs,
             drops_rows=self.gemma is not None and self.gemma.drops_rows(model),
@@ -128,14 +128,10 @@ class Plan:
         """Return the activation of MLPs and experts."""
         return self.family.mlp.activation_of(self.facts)
 
-    @property
-    def _pre_norm(self) -> bool:
-        """Return whether the layers are of the kind that `layers` computes in one call."""
-        return self.exact and self.family.layers.pre_norm
-
     def _layers(self, model: nn.Module, parts: Attachments) -> dict[nn.Module, Attachment]:
         """Plan the decoder layers: those that may be one call, and where there are adapters all that are recomputed."""
-        found = self._one_call_layers(model, parts) if self._pre_norm else {}
+        norms = self.family.layers.norms
+        found = self._one_call_layers(model, parts, norms) if self.exact and norms is not None else {}
         if self.lora.layers:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
             found |= {layer: Attachment(layer_forward) for layer in layers if layer not in found}
@@ -148,20 +144,24 @@ class Plan:
         own = keeping_positions(own) if self.family.mamba.drops_positions else own
         return Attachment(causal_forward(own, known=known and self.exact))
 
-    def _one_call_layers(self, model: nn.Module, parts: Attachments) -> dict[nn.Module, Attachment]:
+    def _one_call_layers(self, model: nn.Module, parts: Attachments, norms: LayerNorms) -> dict[nn.Module, Attachment]:
         """Return the decoder layers that a rollout may compute in one call; their class must be transformers' own."""
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]
         known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
         adapted = bool(self.lora.layers)
-        found = [(layer, self._facts_of_layer(layer)(layer, parts, adapted)) for layer in known]
+        found = [(layer, self._facts_of_layer(layer, norms)(layer, parts, adapted)) for layer in known]
         return {layer: Attachment(one_call_forward, facts) for layer, facts in found if facts is not None}
 
-    def _facts_of_layer(self, layer: nn.Module) -> Callable[[nn.Module, Attachments, bool], LayerFacts | None]:
+    def _facts_of_layer(
+        self, layer: nn.Module, norms: LayerNorms
+    ) -> Callable[[nn.Module, Attachments, bool], LayerFacts | None]:
         """Return what puts together the facts of a layer of this kind."""
         if MIXER in layer._modules:
             return facts_of_delta
-        return facts_of if self.latent is None else facts_of_latent
+        if self.latent is not None:
+            return facts_of_latent
+        return partial(facts_of, norms=norms, factor=self.family.layers.factor)
 
     def _is_decoder(self, module: nn.Module) -> bool:
         return self.family.is_decoder(type(module).__name__)

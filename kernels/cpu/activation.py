@@ -5,10 +5,12 @@ module, by whose names Numba keeps them on disk; what they call may be closures.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from numba import typeof, types
 from torch.nn import functional as F
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
@@ -188,6 +190,19 @@ _LOOPS = {
 def kernel_of(activation: str) -> SharedKernel | None:
     """Return the kernel of an activation, as `silu_rows`; None for that which is torch's."""
     return _LOOPS[activation].forward if activation in _LOOPS else None
+
+
+@cache
+def activation_at(activation: str, dtype: torch.dtype) -> int:
+    """Return the address of the kernel of an activation, for `callee.call_at`.
+
+    Raises:
+        ValueError: one that is torch's.
+    """
+    kernel = kernel_of(activation)
+    if kernel is None:
+        raise ValueError(f"activation {activation!r} is not in a kernel; allowed: {', '.join(_LOOPS)}")
+    return kernel.address(*(types.int64,) * 2, typeof(kind_of(dtype)), *(types.int64,) * 5)
 
 
 def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, Saved]:

@@ -20,6 +20,9 @@ ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "sigmoi
 SILU = ("silu", "swish")
 """Lists the names of one of them."""
 
+IN_KERNELS = (*SILU, "gelu_pytorch_tanh", "gelu_new")
+"""Lists those of gated MLPs that each device computes in a kernel of its own, so that one call may have them in it."""
+
 PLAIN_ACTIVATIONS = ("relu2",)
 """Lists the activations of MLPs without a gate."""
 

@@ -7,8 +7,9 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding.layers import attention as attention_layer
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
+from ..campaign import in_turns
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, paired, token_ids
 from .listening import listening, one_by_one
@@ -20,7 +21,19 @@ PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
 ]
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma")
+FAMILIES = (
+    *("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma"),
+    *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Glm4, as inside of GLM-4.1V", "Granite"),
+    *("Olmoe", "MiniMaxM2"),
+)
+ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite")
+PARTS = (
+    *(("Qwen3", name) for name in ("input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp")),
+    *(("Gemma2", f"{name}_layernorm") for name in ("post_attention", "pre_feedforward", "post_feedforward")),
+    *(("Olmo2", name) for name in ("self_attn.q_norm", "post_attention_layernorm", "post_feedforward_layernorm")),
+    *(("Glm4", name) for name in ("post_self_attn_layernorm", "mlp.gate_up_proj", "post_mlp_layernorm")),
+)
+"""Lists parts of layers, each kind of norm among them."""
 
 
 @pytest.fixture
@@ -54,9 +67,11 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert_same_samples(again, at_once)
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp"])
-def test_who_listens_to_a_part_of_a_layer_hears_each_call(name: str, layers_in_one_call: list[int]) -> None:
-    model = bound_model("Qwen3")
+@pytest.mark.parametrize(("family", "name"), PARTS)
+def test_who_listens_to_a_part_of_a_layer_hears_each_call(
+    family: str, name: str, layers_in_one_call: list[int]
+) -> None:
+    model = bound_model(family)
     heard: list[str] = []
     with listening(model, heard, f"model.layers.1.{name}"):
         run(model, PROMPTS[1:2], PARAMS[:1])
@@ -73,10 +88,10 @@ def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
     assert layers_of_calls == [1] * (2 * PARAMS[0].max_tokens)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", "Olmo2", "Exaone4", "Glm4"])
 def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
     """All layers of a step are one call where nobody listens, also those of attention and of Gated DeltaNet in one
-    model, or of layers that rotate and that do not.
+    model, or of layers that rotate and that do not, wherever their norms are.
     """
     model = bound_model(family)
     at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
@@ -94,19 +109,27 @@ def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_ca
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("targets", "dtype"), paired([["q_proj", "v_proj", "down_proj"], None], DTYPES))
+@pytest.mark.parametrize(
+    ("family", "targets", "dtype"),
+    [
+        (family, targets, dtype)
+        for (family, targets), dtype in in_turns(
+            [("Qwen3", ["q_proj", "v_proj", "down_proj"]), *((family, None) for family in ADAPTED)], DTYPES
+        )
+    ],
+)
 def test_one_call_adds_an_adapter_as_the_modules_do(
-    targets: list[str] | None, dtype: torch.dtype, layers_in_one_call: list[int]
+    family: str, targets: list[str] | None, dtype: torch.dtype, layers_in_one_call: list[int]
 ) -> None:
-    config = config_for("Qwen3", 5) if targets is None else lora_config(17, target_modules=targets)
-    model = bind(make_peft("Qwen3", dtype, config))
+    config = config_for(family, 5) if targets is None else lora_config(17, target_modules=targets)
+    model = bind(make_peft(family, dtype, config))
     at_once, _ = run(model, PROMPTS, PARAMS)
     assert min(layers_in_one_call) == 1
     assert max(layers_in_one_call) > 16
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
     layers = "base_model.model.model.layers"
-    again = one_by_one(model, PROMPTS, PARAMS, f"{layers}.0.mlp.up_proj", f"{layers}.1.self_attn")
+    again = one_by_one(model, PROMPTS, PARAMS, f"{layers}.0.mlp.down_proj", f"{layers}.1.self_attn")
     assert not layers_in_one_call
     assert_same_samples(again, at_once)
 
@@ -165,3 +188,19 @@ def test_a_forward_that_is_replaced_between_two_steps_runs_from_then_on() -> Non
         worker.after_steps(lambda: setattr(norm, "forward", replaced))
         worker.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert heard
+
+
+def test_a_factor_of_a_layer_that_changed_between_two_steps_counts() -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def sampled(factor: float, *names: str) -> list[RequestOutput]:
+        model = make_model("Granite")
+        layer = model.get_submodule("model.layers.1")
+        config = RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)
+        with listening(model, [], *names), RolloutWorker(model, config=config) as worker:
+            worker.after_steps(lambda: setattr(layer, "residual_multiplier", factor))
+            return worker.generate([[5, 6, 7]], params)
+
+    at_once = sampled(0.25)
+    assert_same_samples(sampled(0.25, "model.layers.1.mlp"), at_once)
+    assert at_once[0].samples[0].logprobs[1:] != sampled(0.5)[0].samples[0].logprobs[1:]

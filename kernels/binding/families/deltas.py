@@ -5,7 +5,14 @@ from dataclasses import replace
 from samebit.kernels.binding.epilogue import unchanged
 from samebit.kernels.binding.families.delta_family import DeltaFamily
 from samebit.kernels.binding.families.expert_family import GATED_SHARED, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
-from samebit.kernels.binding.families.family import AttentionFamily, Family, LayerFamily, NormFamily, VisionFamily
+from samebit.kernels.binding.families.family import (
+    AttentionFamily,
+    Family,
+    LayerFamily,
+    LayerNorms,
+    NormFamily,
+    VisionFamily,
+)
 from samebit.kernels.binding.families.latent_family import LatentFamily
 
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
@@ -17,7 +24,7 @@ _QWEN3_NEXT = Family(
     norm=NormFamily(1.0, "eps"),
     delta=DeltaFamily("by_key_head"),
     experts=replace(SOFTMAX, shared=GATED_SHARED),
-    layers=replace(_DELTA_LAYERS, pre_norm=True),
+    layers=replace(_DELTA_LAYERS, norms=LayerNorms(), plain=True),
 )
 _QWEN3_5 = replace(
     _QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=VisionFamily("Qwen3_5")

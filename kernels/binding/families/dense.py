@@ -10,6 +10,7 @@ from samebit.kernels.binding.families.family import (
     AttentionFamily,
     AttentionNames,
     Family,
+    LayerNorms,
     MLPFamily,
     NormFamily,
     RotationFamily,
@@ -23,6 +24,17 @@ HUNYUANS = AttentionFamily(
     names=AttentionNames(norms=("query_layernorm", "key_layernorm")),
 )
 """Hunyuan's kind of attention, also beside experts."""
+_SANDWICH = replace(
+    PRE_NORM,
+    norms=LayerNorms(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+)
+"""Gemma's kind of layers, since its second generation."""
+_POST_NORM = replace(PRE_NORM, norms=LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm"))
+"""OLMo-2's kind of layers."""
 _NEIGHBOURS = AttentionFamily(rotation=RotationFamily(neighbours=True))
 _MISTRAL3 = VisionFamily("Mistral3")  # whose text model is of either family
 _QWEN2 = Family(
@@ -71,6 +83,7 @@ DENSE = (
         norm=_GEMMA_NORM,
         scaled_embedding="Gemma2TextScaledWordEmbedding",
         mlp=MLPFamily(activation="hidden_activation"),
+        layers=_SANDWICH,
     ),
     Family(
         "Gemma3",
@@ -79,6 +92,7 @@ DENSE = (
         norm=_GEMMA_NORM,
         scaled_embedding="Gemma3TextScaledWordEmbedding",
         mlp=MLPFamily(activation="hidden_activation"),
+        layers=replace(_SANDWICH, plain=False),
         wrapped=VisionFamily("Gemma3", unread=("final_logit_softcapping",)),
     ),
     _GEMMA4,
@@ -88,16 +102,17 @@ DENSE = (
         scaled_embedding="Gemma4UnifiedTextScaledWordEmbedding",
         wrapped=VisionFamily("Gemma4Unified", epilogue=soft_capped),
     ),
-    Family("Olmo2", unchanged, attention=AttentionFamily("full")),
+    Family("Olmo2", unchanged, attention=AttentionFamily("full"), layers=_POST_NORM),
     Family(
         "Olmo3",
         unchanged,
         attention=AttentionFamily(
             "full", rope_per_layer_type=RELEASE >= (5, 13), rotation=RotationFamily(unscaled_windows=True)
         ),
+        layers=replace(_POST_NORM, plain=RELEASE < (5, 13)),
     ),
     Family("StableLm", unchanged),
-    Family("Granite", scaled_down),
+    Family("Granite", scaled_down, layers=replace(PRE_NORM, factor="residual_multiplier", plain=False)),
     Family("SeedOss", unchanged, layers=PRE_NORM),
     Family(
         "SmolLM3",
@@ -106,7 +121,12 @@ DENSE = (
         layers=replace(PRE_NORM, window_switch="use_sliding_window"),
     ),
     Family("Arcee", unchanged, mlp=MLPFamily("plain"), layers=PRE_NORM),
-    Family("Exaone4", unchanged, attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True))),
+    Family(
+        "Exaone4",
+        unchanged,
+        attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True)),
+        layers=_POST_NORM,
+    ),
     Family("HunYuanDenseV1", unchanged, attention=HUNYUANS),
     Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=PRE_NORM),
     Family(
@@ -115,6 +135,9 @@ DENSE = (
         attention=_NEIGHBOURS,
         norm=NormFamily(class_name="Glm4vRMSNorm"),
         mlp=MLPFamily("fused"),
+        layers=replace(
+            PRE_NORM, norms=LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+        ),
         wrapped=VisionFamily("Glm4v", text="Glm4vText"),
     ),
     Family("Ernie4_5", unchanged, attention=_NEIGHBOURS, layers=PRE_NORM),

@@ -165,13 +165,31 @@ class MambaFamily:
 
 
 @dataclass(frozen=True)
+class LayerNorms:
+    """Names the norms of a layer that adds attention or a mixer to its input, then an MLP or experts to the sum: before
+    each, and of what each gives; empty for none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """Return them in the order of the calls."""
+        return self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
+
+
+@dataclass(frozen=True)
 class LayerFamily:
     """Describes the layers of one family.
 
     Attributes:
         types: those that a layer may have; of names that transformers 5.13 changed on reading, the older ones.
         required: a layer type without which Hugging Face can not run the family, if there is one.
-        pre_norm: they add attention or a mixer of a norm, then an MLP or experts of one: each is one call in a rollout.
+        norms: of layers of which each is one call in a rollout; None for other layers.
+        factor: attribute of a layer, a factor on what it adds; empty for none.
+        plain: the decoder embeds, runs such layers, all with the same angles, and a last norm, and does no more.
         masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
         window_switch: the config's key for whether the attention of a sliding layer has a window, which its mask always
             has; empty where both agree.
@@ -181,7 +199,9 @@ class LayerFamily:
 
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
     required: str = ""
-    pre_norm: bool = False
+    norms: LayerNorms | None = None
+    factor: str = ""
+    plain: bool = False
     masks_since: tuple[int, int] = (5, 13)
     window_switch: str = ""
     short_conv: str = ""
@@ -192,7 +212,7 @@ class LayerFamily:
         return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.types))
 
 
-PRE_NORM = LayerFamily(pre_norm=True)
+PRE_NORM = LayerFamily(norms=LayerNorms(), plain=True)
 """Llama's kind of layers."""
 
 WINDOW = AttentionFamily(window_of_all=True)

@@ -1,11 +1,13 @@
 """List families of attention over latents."""
 
+from dataclasses import replace
+
 from samebit.kernels.binding.epilogue import unchanged
 from samebit.kernels.binding.families.expert_family import SIGMOID, ExpertFamily, Router
-from samebit.kernels.binding.families.family import PRE_NORM, Family, LayerFamily
+from samebit.kernels.binding.families.family import PRE_NORM, Family
 from samebit.kernels.binding.families.latent_family import IndexerFamily, LatentFamily
 
-_SPARSE = LayerFamily(("deepseek_sparse_attention", "indexed_attention"), pre_norm=True)  # before 5.18, and since
+_SPARSE = replace(PRE_NORM, types=("deepseek_sparse_attention", "indexed_attention"))  # before 5.18, and since
 
 LATENTS = (
     Family(

@@ -1,8 +1,8 @@
 """Compute a decoder layer of attention in one call.
 
-`Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
-is in the call; routed experts are a call of their module behind it. What each part computes stands in the facts that
-`bind` gave to its module; here they are put together.
+`Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, or norms of
+what is added, or both. A gated MLP is in the call; routed experts are a call of their module behind it. What each part
+computes stands in the facts that `bind` gave to its module; here they are put together.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,13 @@ from torch import nn
 
 from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.attention.forwards import AttentionFacts, attention_forward
-from samebit.kernels.binding.families.family import AttentionNames
+from samebit.kernels.binding.families.family import AttentionNames, LayerNorms
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
-from samebit.kernels.binding.layers.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.layers.linears import facts_of_part, is_gated_mlp, linears_of, weight_of
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import (
+    MLPFacts,
     NormFacts,
     mlp_forward,
     rms_norm_forward,
@@ -26,7 +27,8 @@ from samebit.kernels.binding.modules import (
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.weights import GatedWeights
+from samebit.kernels.layout.layers.weights import GatedOptions, GatedWeights
+from samebit.kernels.layout.options import Layer
 from samebit.kernels.ops.layers.attention import attention_call
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -36,10 +38,12 @@ class AttentionLayerFacts(LayerFacts):
     """Holds the facts of a layer of attention.
 
     Attributes:
+        norms: names of the norms around attention and the MLP.
         head_norms: queries and keys have norms.
     """
 
     options: AttentionLayerOptions
+    norms: LayerNorms = field(kw_only=True)
     head_norms: bool = field(kw_only=True)
 
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
@@ -47,27 +51,29 @@ class AttentionLayerFacts(LayerFacts):
         children, gated = layer._modules, self.options.inner > 0
         attention, mlp = children["self_attn"], children["mlp"]
         of_attention, of_mlp = attention._modules, mlp._modules
-        norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-        if self.head_norms:
-            norms += [of_attention["q_norm"], of_attention["k_norm"]]
+        norms = [children[name] if name else None for name in self.norms.names]
+        norms += [of_attention["q_norm"], of_attention["k_norm"]] if self.head_norms else [None, None]
         untouched = (
             runs(attention, attention_forward)
             and (not gated or runs(mlp, mlp_forward))
-            and all(runs(norm, rms_norm_forward) for norm in norms)
+            and all(norm is None or runs(norm, rms_norm_forward) for norm in norms)
+            and all(layer.__dict__[name] == self.options.factor for name in self.attributes)
         )
         if not untouched:
             return None
         groups = [(of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]), (of_attention["o_proj"],)]
-        groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+        groups += _groups_of_mlp(of_mlp, self.options.mlp.fused) if gated else []
         linears = linears_of(tuple(groups), context, self.adapters)
         if linears is None:
             return None
         ((q, k, v), (o,), *others), terms = linears
-        first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-        q_norm, k_norm = of_heads or (None, None)
+        first, attended, second, last, *of_heads = [
+            None if norm is None else norm._parameters["weight"] for norm in norms
+        ]
         weights = AttentionWeights(
-            (first, second), (q_norm, k_norm), (q, k, v), o, GatedWeights(*others[0], *others[1]) if gated else None
-        )
+            (first, attended, second, last), (of_heads[0], of_heads[1]), (q, k, v), o,
+            _gated_weights(*others) if gated else None,
+        )  # fmt: skip
         block = None if gated else block_behind(mlp, context, self.adapters)
         return Found(weights, AttentionTerms(*terms), block)
 
@@ -78,45 +84,78 @@ class AttentionLayerFacts(LayerFacts):
         return attention_call(x, found.weights, tables, self.options, found.terms)
 
 
-def facts_of(layer: nn.Module, parts: Attachments, adapters: bool) -> AttentionLayerFacts | None:
+def facts_of(
+    layer: nn.Module, parts: Attachments, adapters: bool, norms: LayerNorms, factor: str
+) -> AttentionLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
-        layer: as transformers has it, with ``self_attn``, ``mlp`` and the norm before each.
+        layer: as transformers has it, with ``self_attn``, ``mlp`` and norms around them.
         parts: what `bind` gives to each module.
         adapters: of peft are in the model.
+        norms: their names.
+        factor: the layer's attribute for a factor on what it adds; empty for none.
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
-    norms = [layer.get_submodule(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    of_attention, of_mlp, *of_norms = (facts_of_part(module, parts) for module in (attention, mlp, *norms))
+    of_attention, of_mlp = (facts_of_part(module, parts) for module in (attention, mlp))
     if not isinstance(of_attention, AttentionFacts):
         return None
     if not _is_plain_attention(of_attention) or "forward" in vars(layer):
         return None
-    of_heads = NormFacts(0.0, 0.0)
-    if of_attention.qk_norm == "head":
-        of_heads = facts_of_part(attention.get_submodule("q_norm"), parts)
-    pairs = [(norm.eps, norm.offset) for norm in (*of_norms, of_heads) if isinstance(norm, NormFacts)]
-    if len(pairs) != 3:
+    head_norms, gated = of_attention.qk_norm != "none", is_gated_mlp(of_mlp)
+    pairs = [_numbers_of(layer, name, parts) for name in norms.names]
+    of_heads = [_numbers_of(attention, name if head_norms else "", parts) for name in of_attention.names.norms]
+    factor_of_layer = vars(layer)[factor] if factor else 1.0
+    adds_plainly = factor_of_layer == 1.0 and not norms.after_mlp
+    if None in (*pairs, *of_heads) or of_heads[0] != of_heads[1] or not (gated or adds_plainly):
         return None
-    size, gated = of_attention.head_dim, of_attention.gated
+    size = of_attention.head_dim
     outputs, width = weight_of(attention.get_submodule("q_proj"), parts).shape
     options = AttentionLayerOptions(
         of_attention.options,
         width,
-        outputs // (2 * size if gated else size),
+        outputs // (2 * size if of_attention.gated else size),
         of_attention.kv_heads,
         size,
-        weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if is_plain_mlp(of_mlp) else 0,
-        gated,
-        (pairs[0], pairs[1], pairs[2]),
+        _options_of_mlp(of_mlp, mlp, parts) if gated else GatedOptions(0),
+        of_attention.gated,
+        tuple(pair for pair in (*pairs, of_heads[0]) if pair is not None),
         rotated=of_attention.rotation != "none",
         neighbours=of_attention.rotation == "neighbours",
+        norms_of_all=of_attention.qk_norm == "full",
+        factor=factor_of_layer,
     )
-    return AttentionLayerFacts(options, adapters, head_norms=of_attention.qk_norm == "head")
+    attributes = (factor,) if factor else ()
+    return AttentionLayerFacts(options, adapters, attributes=attributes, norms=norms, head_norms=head_norms)
+
+
+def _numbers_of(parent: nn.Module, name: str, parts: Attachments) -> tuple[float, float] | None:
+    """Return eps and offset of a norm, zeros without a name; None where it is another kind of module."""
+    if not name:
+        return 0.0, 0.0
+    facts = facts_of_part(parent.get_submodule(name), parts)
+    return (facts.eps, facts.offset) if isinstance(facts, NormFacts) else None
+
+
+def _options_of_mlp(facts: MLPFacts, mlp: nn.Module, parts: Attachments) -> GatedOptions:
+    inner = weight_of(mlp.get_submodule("down_proj"), parts).shape[1]
+    return GatedOptions(inner, facts.activation, facts.form == "fused")
+
+
+def _groups_of_mlp(modules: Any, fused: bool) -> list[tuple[Any, ...]]:
+    """Return the linear layers of a gated MLP, those of one input together."""
+    first = (modules["gate_up_proj"],) if fused else (modules["gate_proj"], modules["up_proj"])
+    return [first, (modules["down_proj"],)]
+
+
+def _gated_weights(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> GatedWeights:
+    """Return what the groups of a gated MLP multiply with."""
+    gate, up = (*first, (None, None))[:2]
+    return GatedWeights(gate, up, *second)  # type: ignore[arg-type]
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
     special = facts.fused or facts.sinks or facts.scaled_queries or facts.adapter >= 0
-    special = special or facts.names != AttentionNames() or facts.qk_norm in ("full", "rotated")
+    special = special or facts.names != AttentionNames() or facts.qk_norm == "rotated"
+    special = special or (facts.gated and facts.qk_norm == "full")
     return not special and facts.key_multiplier == 1.0

@@ -1,4 +1,4 @@
-"""Run a decoder of layers that `Family.layers` calls ``pre_norm`` in a rollout, without what transformers does around
+"""Run a decoder that `Family.layers` calls ``plain`` in a rollout, without what transformers does around
 them: masks, caches, and outputs that nobody asks for took a quarter of a small model's step.
 
 Invariants:
@@ -44,7 +44,7 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
     """Return whether it is a call of a rollout, of transformers' own forward, that asks for hidden states alone.
 
     Args:
-        decoder: of a ``pre_norm`` family.
+        decoder: of a ``plain`` family.
         context: of the call.
         asked: its arguments by name, but for positions and mask.
     """

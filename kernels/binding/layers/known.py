@@ -58,11 +58,13 @@ class LayerFacts(ABC):
         options: sizes and constants; ``inner`` is 0 for another MLP behind the call.
         adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
         returns_choice: a layer returns, behind its result, which tokens its rows have read.
+        attributes: names of the layer's own that the call reads.
     """
 
     options: Any
     adapters: bool
     returns_choice: bool = False
+    attributes: tuple[str, ...] = ()
 
     @property
     def apart(self) -> str:
@@ -101,19 +103,24 @@ class KnownCall:
     marks: list[Any]
 
     @classmethod
-    def of(cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "") -> "KnownCall":
-        """Note what stands in the modules of a layer now, but for those of a child that is called by itself."""
+    def of(
+        cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "",
+        attributes: Sequence[str] = (),
+    ) -> "KnownCall":  # fmt: skip
+        """Note what stands in the modules of a layer now, but for those of a child that is called by itself, and these
+        attributes of its own."""
         inside = [one for name, child in layer.named_children() if name != apart for one in child.modules()]
-        return cls.of_modules((layer, *inside), inside, found, weights)
+        return cls.of_modules((layer, *inside), inside, found, weights, [(layer, name) for name in attributes])
 
     @classmethod
     def of_modules(
         cls, parents: Iterable[nn.Module], modules: Sequence[nn.Module], found: Any,
-        weights: Sequence[torch.Tensor] = (),
+        weights: Sequence[torch.Tensor] = (), attributes: Iterable[tuple[nn.Module, str]] = (),
     ) -> "KnownCall":  # fmt: skip
-        """Note what the children of the parents are now, and what else stands in the modules."""
+        """Note what the children of the parents are now, what else stands in the modules, and attributes of some."""
         places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in modules]
         places += [(module._modules, name) for module in parents for name in module._modules]
+        places += [(module.__dict__, name) for module, name in attributes]
         kept = [holder for module in modules for holder in (module._parameters, module._buffers)]
         places += [(holder, name) for holder in kept for name in holder]
         holders, names = zip(*places, strict=True)
@@ -162,7 +169,7 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
         read, apart = found.weights.present, facts.apart
         if found.block is not None:
             read, apart = read + found.block.sources, ""
-        known = kept.calls[layer] = KnownCall.of(layer, found, read, apart)
+        known = kept.calls[layer] = KnownCall.of(layer, found, read, apart, facts.attributes)
     again: Found = known.found
     return again
 

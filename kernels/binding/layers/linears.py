@@ -18,7 +18,7 @@ from samebit.kernels.binding.modules import MLPFacts
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.lora.adapters import PlacedTerms, Site, Sites
 from samebit.kernels.layout.options import Layer
-from samebit.kernels.ops.activation import SILU
+from samebit.kernels.ops.activation import IN_KERNELS, SILU
 from samebit.kernels.ops.linear import weight_and_bias
 
 Groups = tuple[tuple[Any, ...], ...]
@@ -47,6 +47,14 @@ def is_plain_mlp(facts: Any) -> bool:
         return False
     plain = facts.form == "separate" and facts.gate_multiplier == facts.down_multiplier == 1.0
     return plain and facts.activation in SILU and facts.names == PROJECTIONS
+
+
+def is_gated_mlp(facts: Any) -> bool:
+    """Return whether these are the facts of a gated MLP of any such activation, its gate and up perhaps one layer."""
+    if not isinstance(facts, MLPFacts) or facts.activation not in IN_KERNELS or facts.adapter >= 0:
+        return False
+    separate = facts.form == "separate" and facts.names == PROJECTIONS
+    return (separate or facts.form == "fused") and facts.gate_multiplier == facts.down_multiplier == 1.0
 
 
 def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linears | None:

@@ -93,7 +93,7 @@ def _parts(model: Any) -> list[Any] | None:
     if not runs(decoder, decoder_forward) or not is_plain(head):
         return None
     facts: DecoderFacts = decoder.samebit
-    if not facts.pre_norm or facts.adapters is not None:
+    if not facts.plain or facts.adapters is not None:
         return None
     embedding, angles, norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
     plain = _only_looks_up(embedding) and runs(angles, rotary_forward) and runs(norm, rms_norm_forward)

@@ -21,7 +21,7 @@ from samebit.kernels.cpu.base.memory import elements, read, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.delta.mixer import Memory, Sizes, room_of_mixer, with_mixer
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record
-from samebit.kernels.cpu.layers.mlp import normed, with_mlp
+from samebit.kernels.cpu.layers.mlp import Norm, normed, pre_norm, with_mlp
 from samebit.kernels.cpu.layers.products import Kernels, product, product_by_tiles, product_of_pairs
 from samebit.kernels.cpu.layers.terms import (
     LAYOUT,
@@ -80,7 +80,8 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         rows, width, itemsize = step.rows, sizes.width, elements(no, 0, kind).itemsize
         normed_at = call.room
         rest = normed_at + whole_lines(rows * width) * itemsize
-        normed(threads, call.x, 0, 0, weights[0], numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
+        first = Norm(weights[0], numbers.first_offset, numbers.first_eps)
+        normed(threads, call.x, first, rows, width, normed_at, kind)
         mix(
             threads, (normed_at, normed_at, rest), (weights[2:10], weights[10:12], weights[18:]), sizes,
             Memory(*read(at + _MEMORY_AT, _MEMORY, no)), step, (numbers.mixer_eps, numbers.most_of_beta),
@@ -88,7 +89,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         )  # fmt: skip
         finish(
             threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
-            weights[1:2] + weights[12:18], (numbers.second_eps, numbers.second_offset),
+            weights[12:18], pre_norm(weights[1], numbers.second_offset, numbers.second_eps),
             (terms_at(at + _TERMS_AT, 3), terms_at(at + _TERMS_AT, 4)), itemsize, kind,
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ from samebit.kernels.cpu.experts.one_call import (
 from samebit.kernels.cpu.experts.routing import RULE, Rule, choose_rows, rule_of
 from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, kernel_at, record
-from samebit.kernels.cpu.layers.mlp import with_gated
+from samebit.kernels.cpu.layers.mlp import SILU, with_gated
 from samebit.kernels.cpu.layers.products import (
     ROW_PARTS,
     Kernels,
@@ -189,7 +189,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             every_row = rooms.every_row
             compute_every_row(
                 threads, (x, every_row, rooms.inside), (rows, width, inner),
-                weights[4:10], (no, no), itemsize, kind,
+                weights[4:10], SILU, (no, no), itemsize, kind,
             )  # fmt: skip
         if gate:
             gates = rooms.gates

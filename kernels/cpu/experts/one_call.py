@@ -118,10 +118,10 @@ def _product_at(kernel: SharedKernel, dtype: torch.dtype) -> int:
 
 @cache
 def _activation_at(options: ExpertOptions, dtype: torch.dtype) -> int:
-    kind, gated = typeof(kind_of(dtype)), activation.kernel_of(options.activation)
-    if options.form == "gated" and gated is not None:
-        return gated.address(*(types.int64,) * 2, kind, *(types.int64,) * 5)
-    return kernel_of_form(options).address(*(types.int64,) * 3, *(types.float32,) * 2, types.int64, kind)
+    if options.form == "gated":
+        return activation.activation_at(options.activation, dtype)
+    numbers = (*(types.int64,) * 3, *(types.float32,) * 2, types.int64)
+    return kernel_of_form(options).address(*numbers, typeof(kind_of(dtype)))
 
 
 def _compute(threads: int, sizes: Any, operands: Any, kernels: Any, limit: Any, alpha: Any, kind: Any) -> None:

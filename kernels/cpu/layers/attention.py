@@ -1,7 +1,7 @@
 """Compute a decoder layer of attention in one call, for the steps of a rollout on the CPU.
 
 The layer is ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; a gated MLP is in the call, of another one its input
-is.
+is. A norm may be missing there, or be of what attention or the MLP gives, which may also be multiplied with a factor.
 
 Invariant: an element is computed by the parts that the operations of the layer's modules run, in their order, and
 rounded where they round. So a layer has the bits of its modules' own calls, which training makes.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from samebit.kernels.cpu.activation import sigmoid_rows
+from samebit.kernels.cpu.activation import activation_at, sigmoid_rows
 from samebit.kernels.cpu.attention.forward import attend_part
 from samebit.kernels.cpu.attention.write_pages import rotate_and_write
 from samebit.kernels.cpu.base.jit import compile_kernel
@@ -28,7 +28,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
-from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, normed, with_mlp
+from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, Gated, Half, Norm, normed, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.layers.terms import (
     LAYOUT,
@@ -52,7 +52,8 @@ _FLOAT = np.float32(0)
 class Sizes(NamedTuple):
     """Holds the address of the layer's pages and their number, W, heads of queries and of keys, D, F (0 for another
     MLP), whether queries have gates, how many tokens a token sees (0 for all), whether queries and keys are
-    rotated, and whether elements that are rotated together stand side by side."""
+    rotated, whether elements that are rotated together stand side by side, and whether norms of queries and keys are of
+    all heads together."""
 
     pages: int
     num_blocks: int
@@ -65,42 +66,48 @@ class Sizes(NamedTuple):
     window: int
     rotated: int
     neighbours: int
+    norms_of_all: int
 
 
 class Numbers(NamedTuple):
-    """Holds the eps of each norm, and what is added to its weight; the scale and the softcap of attention."""
+    """Holds the factor on what is added to a residual; the scale and the softcap of attention."""
 
-    first_eps: Any
-    first_offset: Any
-    second_eps: Any
-    second_offset: Any
-    head_eps: Any
-    head_offset: Any
+    factor: Any
     scale: Any
     softcap: Any
 
 
 class Rooms(NamedTuple):
     """Holds the addresses of what is between the kernels: norms, queries, keys, values, rotated queries, queries with
-    their gates; and where that of the MLP begins."""
+    their gates, or keys before a norm of all heads; and where that of the MLP begins."""
 
     normed: int
     q: int
     k: int
     v: int
     rotated: int
-    with_gates: int
+    raw: int
     of_mlp: int
 
 
-_WEIGHTS, _SIZES, _NUMBERS = 18, len(Sizes._fields), len(Numbers._fields)
-_LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 4)
-"""Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`,
-and four `Terms`."""
+_WEIGHTS, _SIZES, _GATED = 20, len(Sizes._fields), len(Gated._fields)
+_NORMS, _NUMBERS = 2 * 5, len(Numbers._fields)
+_LAYOUT = Struct(f"={_WEIGHTS + _SIZES + _GATED}q" + "f4x" * (_NORMS + _NUMBERS) + LAYOUT * 4)
+"""Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`,
+`mlp.Gated`, eps and offset of each norm, those of heads last, `Numbers`, and four `Terms`."""
 
 _SIZES_AT = 8 * _WEIGHTS
-_NUMBERS_AT = _SIZES_AT + 8 * _SIZES
+_GATED_AT = _SIZES_AT + 8 * _SIZES
+_NORMS_AT = _GATED_AT + 8 * _GATED
+_NUMBERS_AT = _NORMS_AT + 8 * _NORMS
 _TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
+
+
+@inlined_part
+def _norm(weight: int, record_at: int, place: int) -> Any:
+    """Return the norm of these weights whose numbers are at this place among those of a record."""
+    eps, offset = read(record_at + _NORMS_AT + 16 * place, 2, _FLOAT)
+    return Norm(weight, offset, eps)
 
 
 @inlined_part
@@ -111,15 +118,16 @@ def _rooms(sizes: Any, rows: int, room: int, itemsize: int) -> Any:
     k = q + whole_lines(rows * heads) * itemsize
     v = k + whole_lines(rows * keys) * itemsize
     rotated = v + whole_lines(rows * keys) * itemsize
-    with_gates = rotated + whole_lines(rows * heads) * itemsize
-    of_mlp = with_gates + whole_lines(2 * rows * heads * sizes.gated) * itemsize
-    return Rooms(room, q, k, v, rotated, with_gates, of_mlp)
+    raw = rotated + whole_lines(rows * heads) * itemsize
+    of_mlp = raw + whole_lines(rows * (2 * heads * sizes.gated + keys * sizes.norms_of_all)) * itemsize
+    return Rooms(room, q, k, v, rotated, raw, of_mlp)
 
 
 def _room_of(options: AttentionLayerOptions, itemsize: int) -> tuple[int, int]:
     """Return the bytes of `_rooms` and of the MLP's, those of each row and those of the layer."""
     heads, keys = options.heads * options.head_dim, options.kv_heads * options.head_dim
-    of_row = options.width + heads + keys + keys + heads + 2 * heads * options.gated  # in the order of `Rooms`
+    raw = 2 * heads * options.gated + keys * options.norms_of_all
+    of_row = options.width + heads + keys + keys + heads + raw  # in the order of `Rooms`
     of_mlp = 3 * options.inner + options.width
     return (of_row + of_mlp) * itemsize, (len(Rooms._fields) - 1 + ROOMS_OF_MLP) * LANES * itemsize
 
@@ -147,31 +155,38 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         no, at = np.int64(0), call.record
         sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
         (
-            first_norm, second_norm, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
-            o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
+            first_norm, of_attended, second_norm, of_mlp, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight,
+            v_bias, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
         ) = read(at, _WEIGHTS, no)  # fmt: skip
         rows, width, dim, itemsize = step.rows, sizes.width, sizes.head_dim, elements(no, 0, kind).itemsize
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
         rooms = _rooms(sizes, rows, call.room, itemsize)
-        first, first_heads = (rooms.with_gates, 2 * heads) if sizes.gated > 0 else (rooms.q, heads)
-        normed(
-            threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, rooms.normed, kind
-        )  # fmt: skip
+        first, first_heads = (rooms.raw, 2 * heads) if sizes.gated > 0 else (rooms.q, heads)
+        keys, source = rooms.k, call.x
+        if sizes.norms_of_all > 0:
+            first, keys = rooms.rotated, rooms.raw
+        if first_norm:
+            source = rooms.normed
+            normed(threads, call.x, _norm(first_norm, at, 0), rows, width, source, kind)
         multiply(
-            threads, rooms.normed, width, rows, width,
-            (q_weight, q_bias, first_heads, first, k_weight, k_bias, kv_heads, rooms.k, v_weight, v_bias, kv_heads,
+            threads, source, width, rows, width,
+            (q_weight, q_bias, first_heads, first, k_weight, k_bias, kv_heads, keys, v_weight, v_bias, kv_heads,
              rooms.v), kind,
         )  # fmt: skip
-        add(threads, rooms.normed, rows, width, terms_at(at + _TERMS_AT, 0), (first, rooms.k, rooms.v), kind)
+        add(threads, source, rows, width, terms_at(at + _TERMS_AT, 0), (first, keys, rooms.v), kind)
         if sizes.gated > 0:
             share_out(
-                _split, ROW_PARTS, shared(rows * heads, threads),
-                (rooms.with_gates, rooms.q, rows * sizes.heads, dim, kind),
+                _split, ROW_PARTS, shared(rows * heads, threads), (rooms.raw, rooms.q, rows * sizes.heads, dim, kind)
             )  # fmt: skip
+        if sizes.norms_of_all > 0:
+            normed(threads, first, _norm(q_norm, at, 4), rows, heads, rooms.q, kind)
+            normed(threads, keys, _norm(k_norm, at, 4), rows, kv_heads, rooms.k, kind)
+            q_norm = k_norm = no
+        of_heads = _norm(no, at, 4)
         _rotate_and_write(
             threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, step.angles * sizes.rotated, step.block_size, sizes.neighbours),
-            (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps),
+            (q_norm, kind, k_norm, kind, of_heads.offset, of_heads.eps),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
         attended = rooms.q  # the queries are not read any more
@@ -185,16 +200,19 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         )  # fmt: skip
         if sizes.gated > 0:
             _sigmoid(
-                shared(rows * heads, threads), rooms.with_gates + dim * itemsize, attended, kind, rows * sizes.heads,
+                shared(rows * heads, threads), rooms.raw + dim * itemsize, attended, kind, rows * sizes.heads,
                 dim, 2 * dim, dim, rooms.rotated,
             )  # fmt: skip
             attended = rooms.rotated
         multiply(threads, attended, heads, rows, heads, (o_weight, o_bias, width, rooms.normed, *NO_OTHERS), kind)
         add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (rooms.normed, no, no), kind)
+        half = Half(
+            _norm(of_attended, at, 1), _norm(second_norm, at, 2), _norm(of_mlp, at, 3), numbers.factor,
+            Gated(*read(at + _GATED_AT, _GATED, no)),
+        )  # fmt: skip
         finish(
             threads, (call.x, rooms.normed, call.out, rooms.of_mlp, call.normed), (rows, width, sizes.inner),
-            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-            (numbers.second_eps, numbers.second_offset),
+            (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias), half,
             (terms_at(at + _TERMS_AT, 2), terms_at(at + _TERMS_AT, 3)), itemsize, kind,
         )  # fmt: skip
 
@@ -264,7 +282,8 @@ def _call(
     groups = tuple(map(terms_of, terms))
     numbers = (
         *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
-        options.gated, options.attention.window, options.rotated, options.neighbours, *options.numbers,
+        options.gated, options.attention.window, options.rotated, options.neighbours, options.norms_of_all,
+        activation_at(options.mlp.activation, dtype), options.mlp.fused, *options.numbers,
         *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
     room = _room_of(options, dtype.itemsize)

@@ -27,7 +27,7 @@ from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.operation import most_heads_together
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
-from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, normed, with_mlp
+from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, Norm, normed, pre_norm, with_mlp
 from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.layers.terms import (
     LAYOUT,
@@ -229,9 +229,8 @@ def with_product(
         itemsize = elements(no, 0, kind).itemsize
         rooms = _rooms(sizes, rows, call.room, itemsize)
         of_input, of_low = beside(call, rows, rooms.free, kind)
-        normed(
-            threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, rooms.normed, kind
-        )  # fmt: skip
+        before = Norm(first_norm, numbers.first_offset, numbers.first_eps)
+        normed(threads, call.x, before, rows, width, rooms.normed, kind)
         first, outputs = (rooms.low, low) if low > 0 else (rooms.q, count * size)
         multiply(
             threads, rooms.normed, width, rows, width,
@@ -239,10 +238,8 @@ def with_product(
         )  # fmt: skip
         add(threads, rooms.normed, rows, width, terms_at(at + _TERMS_AT, 0), (first, rooms.compressed, no), kind)
         if low > 0:
-            normed(
-                threads, rooms.low, 0, 0, q_norm, numbers.query_offset, numbers.query_eps, rows, low, rooms.low_normed,
-                kind,
-            )  # fmt: skip
+            of_queries = Norm(q_norm, numbers.query_offset, numbers.query_eps)
+            normed(threads, rooms.low, of_queries, rows, low, rooms.low_normed, kind)
             multiply(
                 threads, rooms.low_normed, low, rows, low,
                 (b_weight, b_bias, count * size, rooms.q, *of_low, *NO_LAYER), kind,
@@ -287,8 +284,8 @@ def with_product(
         add(threads, rooms.values, rows, count * value, terms_at(at + _TERMS_AT, 2), (rooms.normed, no, no), kind)
         finish(
             threads, (call.x, rooms.normed, call.out, rooms.of_mlp, call.normed), (rows, width, sizes.inner),
-            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-            (numbers.second_eps, numbers.second_offset),
+            (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
+            pre_norm(second_norm, numbers.second_offset, numbers.second_eps),
             (terms_at(at + _TERMS_AT, 3), terms_at(at + _TERMS_AT, 4)), itemsize, kind,
         )  # fmt: skip
 

@@ -94,8 +94,22 @@ def rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, lanes: Any, out: An
     """Write the norm of a row to ``out``; return what the row was multiplied with. ``lanes``: scratch ``[LANES]``."""
     scale = _ONE / np.sqrt(mean_square(x, _ZERO, lanes) + eps)
     for i in range(len(x)):
-        out[i] = narrow(widen(x[i]) * scale * (widen(weight[i]) + offset), out[i])
+        out[i] = _normed(x[i], scale, weight[i], offset, out[i])
     return scale
+
+
+@inlined_part
+def add_rms_norm_row(x: Any, y: Any, weight: Any, offset: Any, eps: Any, lanes: Any, total: Any) -> None:
+    """Write the sum of a row and of the norm of another, which is rounded first. ``lanes``: scratch ``[LANES]``."""
+    scale = _ONE / np.sqrt(mean_square(y, _ZERO, lanes) + eps)
+    for i in range(len(x)):
+        total[i] = narrow(widen(x[i]) + widen(_normed(y[i], scale, weight[i], offset, total[i])), total[i])
+
+
+@inlined_part
+def _normed(x: Any, scale: Any, weight: Any, offset: Any, like: Any) -> Any:
+    """Return an element of a row's norm, rounded to the type of ``like``."""
+    return narrow(widen(x) * scale * (widen(weight) + offset), like)
 
 
 def _layer_norm(

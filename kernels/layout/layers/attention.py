@@ -8,17 +8,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from samebit.kernels.layout.layers.weights import GatedWeights, LayerWeights
+from samebit.kernels.layout.layers.weights import GatedOptions, GatedWeights, LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.layout.options import AttentionOptions, Layer
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights(LayerWeights):
-    """Holds the parameters of a decoder layer: the norms before attention and before the MLP, those of queries and keys
-    or None, and the linear layers; None for those of another MLP behind the call."""
+    """Holds the parameters of a decoder layer: the norms before attention and of what it gives, before the MLP and of
+    what it gives, those of queries and keys, each None without, and the linear layers; None for those of another MLP
+    behind the call."""
 
-    norms: tuple[torch.Tensor, torch.Tensor]
+    norms: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: tuple[Layer, Layer, Layer]
     o: Layer
@@ -51,11 +52,13 @@ class AttentionLayerOptions:
         heads: of queries.
         kv_heads: of keys.
         head_dim: their size.
-        inner: width of the gated MLP; 0 for another one behind the call.
+        mlp: its MLP.
         gated: queries come with a gate each, whose sigmoid is multiplied onto what is attended to.
-        norms: eps and offset of the norm before attention, of that before the MLP, and of those of the heads.
+        norms: eps and offset of each of `AttentionWeights.norms`, and of those of the heads.
         rotated: queries and keys are.
         neighbours: elements of queries and keys that are rotated together stand side by side, not in halves.
+        norms_of_all: the norms of queries and keys are of all heads together.
+        factor: on what attention and the MLP give, where no norm is of it.
     """
 
     attention: AttentionOptions
@@ -63,26 +66,33 @@ class AttentionLayerOptions:
     heads: int
     kv_heads: int
     head_dim: int
-    inner: int
+    mlp: GatedOptions
     gated: bool
-    norms: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+    norms: tuple[tuple[float, float], ...]
     rotated: bool = True
     neighbours: bool = False
+    norms_of_all: bool = False
+    factor: float = 1.0
+
+    @property
+    def inner(self) -> int:
+        """Return the width of the gated MLP; 0 for another one behind the call."""
+        return self.mlp.inner
 
     @cached_property
     def numbers(self) -> tuple[np.float32, ...]:
-        """Return the norms', then scale and softcap of attention, as a kernel takes them."""
+        """Return the norms', the factor, then scale and softcap of attention, as a kernel takes them."""
         attention = self.attention.scale, self.attention.softcap
-        return tuple(map(np.float32, (*chain.from_iterable(self.norms), *attention)))
+        return tuple(map(np.float32, (*chain.from_iterable(self.norms), self.factor, *attention)))
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of `AttentionWeights.flat`."""
         heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        width, inner, queries = self.width, self.inner, 2 * heads if self.gated else heads
-        of_heads = (self.head_dim,)
+        width, queries = self.width, 2 * heads if self.gated else heads
+        of_queries, of_keys = ((heads,), (keys,)) if self.norms_of_all else ((self.head_dim,),) * 2
         return (
-            (width,), (width,), of_heads, of_heads,
+            (width,), (width,), (width,), (width,), of_queries, of_keys,
             (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
-            (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
+            *self.mlp.shapes(width),
         )  # fmt: skip

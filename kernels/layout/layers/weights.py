@@ -10,11 +10,32 @@ from samebit.kernels.layout.options import Layer
 
 
 class GatedWeights(NamedTuple):
-    """Holds the linear layers of a gated MLP."""
+    """Holds the linear layers of a gated MLP; ``(None, None)`` for the second where the first is gate and up."""
 
     gate: Layer
-    up: Layer
+    up: Layer | tuple[None, None]
     down: Layer
+
+
+@dataclass(frozen=True)
+class GatedOptions:
+    """Tells one gated MLP from another.
+
+    Attributes:
+        inner: its width; 0 for another MLP behind the call.
+        activation: of its gate.
+        fused: gate and up are one layer, the gate first.
+    """
+
+    inner: int
+    activation: str = "silu"
+    fused: bool = False
+
+    def shapes(self, width: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of `GatedWeights` of inputs of this width, weights and biases."""
+        inner = self.inner
+        gates, ups = (2 * inner, 0) if self.fused else (inner, inner)
+        return (gates, width), (gates,), (ups, width), (ups,), (width, inner), (width,)
 
 
 @dataclass(frozen=True, eq=False)
