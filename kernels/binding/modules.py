@@ -71,6 +71,8 @@ class DecoderFacts:
         adapters: those that peft has put into it; None without any.
         float32_residual: what goes from layer to layer is float32, whatever the weights are.
         layer_inputs: each layer takes an embedding of its own of the tokens.
+        angles_by_type: layers of each type have angles of their own.
+        embedding_factor: attribute by which embeddings are multiplied; empty for none.
         drops_rows: its class leaves rows out of layers that read the keys of others, where no logits are made of them.
     """
 
@@ -81,6 +83,8 @@ class DecoderFacts:
     adapters: PeftAdapters | None = None
     float32_residual: bool = False
     layer_inputs: bool = False
+    angles_by_type: bool = False
+    embedding_factor: str = ""
     drops_rows: bool = False
 
 
@@ -257,9 +261,13 @@ def refuse_packed(kwargs: dict[str, Any]) -> None:
 
 def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Look embeddings up and multiply them with a factor, rounded to the embedding's dtype as the family defines it."""
-    facts: EmbeddingFacts = self.samebit
-    scale = torch.tensor(facts.scale, dtype=self.weight.dtype, device="cpu")
-    return F.embedding(input_ids, self.weight, self.padding_idx) * scale
+    return F.embedding(input_ids, self.weight, self.padding_idx) * scale_of_embedding(self)
+
+
+def scale_of_embedding(embedding: Any) -> torch.Tensor:
+    """Return the factor on the embeddings of such a module, in their dtype."""
+    facts: EmbeddingFacts = embedding.samebit
+    return torch.tensor(facts.scale, dtype=embedding.weight.dtype, device="cpu")
 
 
 def rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:

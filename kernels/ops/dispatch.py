@@ -27,7 +27,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights
-from samebit.kernels.layout.layers.ends import EndWeights
+from samebit.kernels.layout.layers.ends import EndNumbers, EndWeights
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
 from samebit.kernels.layout.layers.latent import LatentLayerOptions, LatentTerms, LatentWeights
 from samebit.kernels.layout.lora.adapters import LowRanks
@@ -278,7 +278,7 @@ class WholeCalls(Protocol):
         """Prepare a decoder layer of attention over latents whose rows read chosen tokens."""
 
     def end_calls(
-        self, ids: Tensor, kept: Tensor | None, weights: EndWeights, norm: tuple[float, float], logits: Tensor
+        self, ids: Tensor, kept: Tensor | None, weights: EndWeights, numbers: EndNumbers, logits: Tensor
     ) -> tuple[LayerCall, LayerCall]:
         """Prepare a step's embedding, and its last norm and head."""
 
@@ -345,10 +345,11 @@ def whole_calls(tensor: Tensor) -> WholeCalls | None:
 
 
 def run_layers(
-    x: Tensor, calls: Sequence[LayerCall], angles: tuple[Tensor, Tensor], context: ForwardContext
+    x: Tensor, calls: Sequence[LayerCall], angles: Sequence[tuple[Tensor, Tensor]], context: ForwardContext
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute decoder layers one after the other, each of what the one before has made. Of the last one another MLP may
-    follow behind its call: then the second result is that one's input."""
+    """Compute decoder layers one after the other, each of what the one before has made, by its cosines and sines: those
+    of several are one object. Of the last one another MLP may follow behind its call: then the second result is that
+    one's input."""
     return cpu.run_layers(x, calls, angles, context)
 
 

@@ -21,10 +21,11 @@ PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
 ]
+SUMS = ("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Granite")
+"""Lists those that add norms of what attention and MLP give, or multiples of it."""
 FAMILIES = (
     *("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma"),
-    *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Glm4, as inside of GLM-4.1V", "Granite"),
-    *("Olmoe", "MiniMaxM2"),
+    *(*SUMS, "Glm4, as inside of GLM-4.1V", "Olmoe", "MiniMaxM2"),
 )
 ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite")
 PARTS = (
@@ -88,7 +89,7 @@ def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
     assert layers_of_calls == [1] * (2 * PARAMS[0].max_tokens)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", "Olmo2", "Exaone4", "Glm4"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", *SUMS, "Gemma"])
 def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
     """All layers of a step are one call where nobody listens, also those of attention and of Gated DeltaNet in one
     model, or of layers that rotate and that do not, wherever their norms are.

@@ -16,6 +16,7 @@ from samebit.kernels.layout.forward_context import ForwardContext, use_context
 from samebit.kernels.layout.lora.adapters import KeptTerms, RowAdapters
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
+from ..campaign import in_turns
 from .compare import assert_same_samples, run
 from .families import DTYPES, VOCAB, bound_model, make_model, paired, token_ids
 from .listening import listening
@@ -61,7 +62,13 @@ def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
-@pytest.mark.parametrize(("family", "dtype"), paired(("Llama", "Qwen2", "Qwen3", "Mistral"), DTYPES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *paired(("Llama", "Qwen2", "Qwen3", "Mistral"), DTYPES),
+        *in_turns(("Gemma2", "Gemma3", "Granite"), DTYPES, every=True),
+    ],
+)
 def test_a_step_in_one_call_gives_the_logits_of_the_modules(
     family: str, dtype: torch.dtype, kept: int | list[int]
 ) -> None:
@@ -170,6 +177,28 @@ def test_a_weight_that_changed_between_two_steps_is_read(name: str, change: Call
     assert not torch.equal(after, before)
     with listening(steps.model, [], NORM):
         assert_alike(after, steps.logits(IDS, 0))
+
+
+def test_a_factor_on_embeddings_that_changed_between_two_steps_is_read(layers_of_calls: list[int]) -> None:
+    steps = Steps(bind(make_model("Granite")))
+    before = steps.logits(IDS, 0)
+    steps.model.get_submodule("model").embedding_multiplier = 7.5
+    after = steps.logits(IDS, 0)
+    assert layers_of_calls == [4, 4]
+    assert not torch.equal(after, before)
+    with listening(steps.model, [], NORM):
+        assert_alike(after, steps.logits(IDS, 0))
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Gemma3"])
+def test_who_listens_to_a_scaled_embedding_hears_each_call(family: str, layers_of_calls: list[int]) -> None:
+    steps, heard = Steps(bound_model(family)), []
+    at_once = steps.logits(IDS, 0)
+    with listening(steps.model, heard, EMBEDDING):
+        one_by_one = steps.logits(IDS, 0)
+    assert heard == [EMBEDDING]
+    assert layers_of_calls == [4, 2]
+    assert_alike(one_by_one, at_once)
 
 
 def test_an_embedding_that_got_a_longest_norm_scales_its_rows() -> None:

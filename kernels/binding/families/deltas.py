@@ -24,7 +24,7 @@ _QWEN3_NEXT = Family(
     norm=NormFamily(1.0, "eps"),
     delta=DeltaFamily("by_key_head"),
     experts=replace(SOFTMAX, shared=GATED_SHARED),
-    layers=replace(_DELTA_LAYERS, norms=LayerNorms(), plain=True),
+    layers=replace(_DELTA_LAYERS, norms=LayerNorms()),
 )
 _QWEN3_5 = replace(
     _QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=VisionFamily("Qwen3_5")

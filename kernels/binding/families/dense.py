@@ -92,7 +92,7 @@ DENSE = (
         norm=_GEMMA_NORM,
         scaled_embedding="Gemma3TextScaledWordEmbedding",
         mlp=MLPFamily(activation="hidden_activation"),
-        layers=replace(_SANDWICH, plain=False),
+        layers=_SANDWICH,
         wrapped=VisionFamily("Gemma3", unread=("final_logit_softcapping",)),
     ),
     _GEMMA4,
@@ -109,10 +109,14 @@ DENSE = (
         attention=AttentionFamily(
             "full", rope_per_layer_type=RELEASE >= (5, 13), rotation=RotationFamily(unscaled_windows=True)
         ),
-        layers=replace(_POST_NORM, plain=RELEASE < (5, 13)),
+        layers=_POST_NORM,
     ),
     Family("StableLm", unchanged),
-    Family("Granite", scaled_down, layers=replace(PRE_NORM, factor="residual_multiplier", plain=False)),
+    Family(
+        "Granite",
+        scaled_down,
+        layers=replace(PRE_NORM, factor="residual_multiplier", embedding_factor="embedding_multiplier"),
+    ),
     Family("SeedOss", unchanged, layers=PRE_NORM),
     Family(
         "SmolLM3",

@@ -187,9 +187,10 @@ class LayerFamily:
     Attributes:
         types: those that a layer may have; of names that transformers 5.13 changed on reading, the older ones.
         required: a layer type without which Hugging Face can not run the family, if there is one.
-        norms: of layers of which each is one call in a rollout; None for other layers.
+        norms: of layers of which each is one call in a rollout, in a decoder that embeds, runs them, and a last norm;
+            None for other layers.
         factor: attribute of a layer, a factor on what it adds; empty for none.
-        plain: the decoder embeds, runs such layers, all with the same angles, and a last norm, and does no more.
+        embedding_factor: attribute of the decoder, a factor on the embeddings that the first layer takes; likewise.
         masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
         window_switch: the config's key for whether the attention of a sliding layer has a window, which its mask always
             has; empty where both agree.
@@ -201,7 +202,7 @@ class LayerFamily:
     required: str = ""
     norms: LayerNorms | None = None
     factor: str = ""
-    plain: bool = False
+    embedding_factor: str = ""
     masks_since: tuple[int, int] = (5, 13)
     window_switch: str = ""
     short_conv: str = ""
@@ -212,7 +213,7 @@ class LayerFamily:
         return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.types))
 
 
-PRE_NORM = LayerFamily(norms=LayerNorms(), plain=True)
+PRE_NORM = LayerFamily(norms=LayerNorms())
 """Llama's kind of layers."""
 
 WINDOW = AttentionFamily(window_of_all=True)

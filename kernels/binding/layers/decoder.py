@@ -1,5 +1,5 @@
-"""Run a decoder that `Family.layers` calls ``plain`` in a rollout, without what transformers does around
-them: masks, caches, and outputs that nobody asks for took a quarter of a small model's step.
+"""Run a decoder of layers that are one call each (`LayerFamily.norms`) in a rollout, without what transformers does
+around them: masks, caches, and outputs that nobody asks for took a quarter of a small model's step.
 
 Invariants:
 
@@ -9,7 +9,7 @@ Invariants:
   hook sees run as they are.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType
@@ -44,7 +44,7 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
     """Return whether it is a call of a rollout, of transformers' own forward, that asks for hidden states alone.
 
     Args:
-        decoder: of a ``plain`` family.
+        decoder: of such a family.
         context: of the call.
         asked: its arguments by name, but for positions and mask.
     """
@@ -58,25 +58,47 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
 def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> DecoderOutput:
     """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the installed context."""
     hidden = decoder.embed_tokens(ids)
-    tables = decoder.rotary_emb(hidden, position_ids=positions)
+    factor = factor_of(decoder)
+    hidden = hidden if factor is None else hidden * factor
+    tables = angles_of_layers(decoder, decoder.rotary_emb, hidden, positions)
     layers, count = decoder.layers, decoder.config.num_hidden_layers
-    whole = len(layers) == count and isinstance(tables, RotaryTables)
-    calls = known_layers(layers, one_call_forward, tables.context) if whole else None
+    whole = len(layers) == count and all(isinstance(one, RotaryTables) for one in tables)
+    calls = known_layers(layers, one_call_forward, tables[0].context) if whole else None
     last = None if calls is None else all_computed(layers, calls, hidden, tables)
     if last is None:
         last = _one_by_one(islice(layers, count), calls, hidden, tables, positions)
     return DecoderOutput(decoder.norm(last))
 
 
+def factor_of(decoder: Any) -> float | None:
+    """Return what a decoder multiplies its embeddings with; None for one that does not."""
+    name = decoder.samebit.embedding_factor
+    return decoder.__dict__[name] if name else None
+
+
+def angles_of_layers(
+    decoder: Any, rotate: Callable[..., Any], hidden: torch.Tensor, positions: torch.Tensor
+) -> list[Any]:
+    """Return the angles of each layer, those of several as one object: all alike, or alike of layers of one type."""
+    count = decoder.config.num_hidden_layers
+    if not decoder.samebit.angles_by_type:
+        return [rotate(hidden, position_ids=positions)] * count
+    kinds = decoder.config.layer_types[:count]
+    tables = {kind: rotate(hidden, positions, kind) for kind in dict.fromkeys(kinds)}
+    return [tables[kind] for kind in kinds]
+
+
 def _one_by_one(
-    layers: Iterable[Any], calls: Sequence[Found] | None, hidden: torch.Tensor, tables: Any, positions: torch.Tensor
-) -> torch.Tensor:
+    layers: Iterable[Any], calls: Sequence[Found] | None, hidden: torch.Tensor, tables: Sequence[Any],
+    positions: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Return what the layers make of hidden states, one after the other: as one call where that is known and fits."""
     chosen: torch.Tensor | None = None  # the tokens that a layer has read, of a family whose layers hand them on
     for place, layer in enumerate(layers):
-        out = None if calls is None else computed(layer, layer.samebit, hidden, calls[place], tables, chosen)
+        angles = tables[place]
+        out = None if calls is None else computed(layer, layer.samebit, hidden, calls[place], angles, chosen)
         if out is None:
-            out = _called(layer, hidden, tables, positions, chosen)
+            out = _called(layer, hidden, angles, positions, chosen)
         hidden, chosen = out if isinstance(out, tuple) else (out, chosen)
     return hidden
 

@@ -9,7 +9,7 @@ Invariants:
 * What is kept of a module is compared with it at each call (`known`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,11 @@ _FEW_ROWS = 256
 
 
 class _Prepared(NamedTuple):
-    """Holds a layer, its facts, its call, and the call of the experts behind it or None."""
+    """Holds a layer, its facts, its angles, its call, and the call of the experts behind it or None."""
 
     layer: Any
     facts: LayerFacts
+    tables: RotaryTables
     call: LayerCall
     block: LayerCall | None
 
@@ -65,43 +66,45 @@ def computed(
     call = facts.prepared(x, found, tables, earlier)
     if call is None:
         return None
-    hidden = _computed([_Prepared(layer, facts, call, _behind(x, found))], x, tables)
+    hidden = _computed([_Prepared(layer, facts, tables, call, _behind(x, found))], x)
     return (hidden, call.chosen) if facts.returns_choice else hidden
 
 
 def all_computed(
-    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
+    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: Sequence[RotaryTables]
 ) -> torch.Tensor | None:
-    """Compute all layers of what was found, with as few calls as there are children to call: each is prepared before
-    the first is computed, as between two layers the caches are full of weights, and what Python does there takes twice
-    to five times as long. None where one does not fit, and where what many rows choose would be held for all layers."""
+    """Compute all layers of what was found, each with its angles, with as few calls as there are children to call: each
+    is prepared before the first is computed, as between two layers the caches are full of weights, and what Python does
+    there takes twice to five times as long. None where one does not fit, and where what many rows choose would be held
+    for all layers."""
     calls = _all_prepared(layers, found, x, tables)
-    return None if calls is None else _computed(calls, x, tables)
+    return None if calls is None else _computed(calls, x)
 
 
 def all_in_one(
-    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
-) -> list[LayerCall] | None:
-    """Return what computes all layers of what is like ``x`` in one call; None where `all_computed` makes several."""
+    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: Sequence[RotaryTables]
+) -> list[tuple[LayerCall, RotaryTables]] | None:
+    """Return what computes all layers of what is like ``x`` in one call, with their angles; None where `all_computed`
+    makes several."""
     calls = _all_prepared(layers, found, x, tables)
     if calls is None or any(one.call.apart and one.block is None for one in calls):
         return None
-    return [call for one in calls for call in (one.call, one.block) if call is not None]
+    return [(call, one.tables) for one in calls for call in (one.call, one.block) if call is not None]
 
 
 def _all_prepared(
-    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
+    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: Sequence[RotaryTables]
 ) -> list[_Prepared] | None:
     """Return the calls of all layers."""
     calls: list[_Prepared] = []
     chosen = None
-    for layer, of_layer in zip(layers, found, strict=True):
+    for layer, of_layer, angles in zip(layers, found, tables, strict=True):
         facts: LayerFacts = layer.__dict__["samebit"]
-        call = facts.prepared(x, of_layer, tables, chosen)
-        if call is None or (call.chosen is not None and tables.context.num_rows > _FEW_ROWS):
+        call = facts.prepared(x, of_layer, angles, chosen)
+        if call is None or (call.chosen is not None and angles.context.num_rows > _FEW_ROWS):
             return None
         chosen = call.chosen
-        calls.append(_Prepared(layer, facts, call, _behind(x, of_layer)))
+        calls.append(_Prepared(layer, facts, angles, call, _behind(x, of_layer)))
     return calls
 
 
@@ -112,12 +115,14 @@ def _behind(x: torch.Tensor, found: Found) -> LayerCall | None:
     return None if block is None or installed_notes() is not None else block_call(x, block.weights, block.options)
 
 
-def _computed(calls: list[_Prepared], x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+def _computed(calls: list[_Prepared], x: torch.Tensor) -> torch.Tensor:
     """Compute layers one after the other, those behind each other in one call up to one with a child that is called."""
     together: list[LayerCall] = []
-    for layer, facts, call, block in calls:
+    angles: list[RotaryTables] = []
+    for layer, facts, tables, call, block in calls:
         together += [call] if block is None else [call, block]
+        angles += [tables] * (len(together) - len(angles))
         if together[-1].apart:
-            inside, behind = run_layers(x, together, tables)
-            x, together = inside + layer.get_submodule(facts.apart)(behind), []
-    return run_layers(x, together, tables)[0] if together else x
+            inside, behind = run_layers(x, together, angles)
+            x, together, angles = inside + layer.get_submodule(facts.apart)(behind), [], []
+    return run_layers(x, together, angles)[0] if together else x

@@ -4,17 +4,18 @@ could tell: Python around embedding, last norm and head took a tenth of a small 
 Invariants:
 
 * The modules decide, as in `one_call`: a hook on one of them, a forward that was replaced, an embedding that does more
-  than look up, autocast, and notes of what routers choose bring their calls back.
+  than look up and scale, autocast, and notes of what routers choose bring their calls back.
 * What is kept of them is compared at each call, at once with what is kept of the layers (`known`).
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from samebit.kernels.binding.experts.routes import installed_notes
-from samebit.kernels.binding.layers.decoder import runs_plainly
+from samebit.kernels.binding.layers.decoder import angles_of_layers, factor_of, runs_plainly
 from samebit.kernels.binding.layers.known import Found, KnownCall, kept_calls, known_layers
 from samebit.kernels.binding.layers.one_call import all_in_one, one_call_forward
 from samebit.kernels.binding.layers.untouched import runs
@@ -22,11 +23,13 @@ from samebit.kernels.binding.modules import (
     DecoderFacts,
     NormFacts,
     decoder_forward,
+    embedding_forward,
     rms_norm_forward,
     rotary_forward,
+    scale_of_embedding,
 )
 from samebit.kernels.layout.forward_context import ForwardContext, installed_context
-from samebit.kernels.layout.layers.ends import EndWeights
+from samebit.kernels.layout.layers.ends import EndNumbers, EndWeights
 from samebit.kernels.ops.layers.calls import run_layers
 from samebit.kernels.ops.layers.ends import end_calls
 from samebit.kernels.ops.linear import is_hooked, is_plain, weight_and_bias
@@ -39,7 +42,7 @@ class _Step(NamedTuple):
     decoder: Any
     layers: list[Found]
     ends: EndWeights
-    norm: NormFacts
+    numbers: EndNumbers
     calls_child: bool
 
 
@@ -58,15 +61,16 @@ def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None)
     step = _known_step(model, context)
     if step is None:
         return None
-    decoder, layers, weights, norm, _ = step
-    ends = end_calls(ids, kept, weights, (norm.eps, norm.offset), context)
+    decoder, layers, weights, numbers, _ = step
+    ends = end_calls(ids, kept, weights, numbers, context)
     if ends is None:
         return None
-    tables = rotary_forward(decoder.rotary_emb, ends.x, ids)
-    calls = all_in_one(decoder.layers, layers, ends.x, tables)
-    if calls is None:
+    tables = angles_of_layers(decoder, partial(rotary_forward, decoder.rotary_emb), ends.x, ids)
+    found = all_in_one(decoder.layers, layers, ends.x, tables)
+    if found is None:
         return None
-    run_layers(ends.x, [ends.first, *calls, ends.last], tables)
+    calls, angles = zip((ends.first, tables[0]), *found, (ends.last, tables[0]), strict=True)
+    run_layers(ends.x, calls, angles)
     return ends.logits
 
 
@@ -96,7 +100,8 @@ def _parts(model: Any) -> list[Any] | None:
     if not facts.plain or facts.adapters is not None:
         return None
     embedding, angles, norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
-    plain = _only_looks_up(embedding) and runs(angles, rotary_forward) and runs(norm, rms_norm_forward)
+    known = _only_looks_up(embedding) or (runs(embedding, embedding_forward) and factor_of(decoder) is None)
+    plain = known and runs(angles, rotary_forward) and runs(norm, rms_norm_forward)
     return [decoder, embedding, angles, norm, head] if plain else None
 
 
@@ -112,5 +117,17 @@ def _noted(model: Any, parts: list[Any], layers: KnownCall) -> KnownCall:
     calls_child = any(
         layer.samebit.apart and found.block is None for layer, found in zip(decoder.layers, layers.found, strict=True)
     )
-    step = _Step(decoder, layers.found, weights, norm.samebit, calls_child)
-    return KnownCall.joined(step, [layers, KnownCall.of_modules((model, decoder), parts, None, weights.present)])
+    facts: NormFacts = norm.samebit
+    numbers = EndNumbers(_factor(decoder, embedding), facts.eps, facts.offset)
+    step = _Step(decoder, layers.found, weights, numbers, calls_child)
+    name = decoder.samebit.embedding_factor
+    read = [(decoder, name)] if name else []
+    return KnownCall.joined(step, [layers, KnownCall.of_modules((model, decoder), parts, None, weights.present, read)])
+
+
+def _factor(decoder: Any, embedding: Any) -> float:
+    """Return what embeddings are multiplied with: by their module, which rounds the factor, or by the decoder."""
+    factor = factor_of(decoder)
+    if factor is not None:
+        return factor
+    return 1.0 if _only_looks_up(embedding) else scale_of_embedding(embedding).item()

@@ -25,6 +25,9 @@ from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.openmp import num_threads
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Holds cosines and sines."""
+
 
 class Call(NamedTuple):
     """Holds the addresses of a layer's kernel, of its x, its result, its norm where another MLP follows, a room for
@@ -40,8 +43,8 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Holds what all layers of a call share: T, cosines, sines and their number, tokens a block; of each row its block
-    and its place there; sequences, and captures. Behind it lies the `Work`."""
+    """Holds what layers of a call share that have the same angles: T, cosines, sines and their number, tokens a block;
+    of each row its block and its place there; sequences, and captures. Behind it lies the `Work`."""
 
     rows: int
     cos: int
@@ -118,15 +121,22 @@ def record(layout: Struct, *numbers: object) -> npt.NDArray[np.int64]:
 
 
 def run_layers(
-    x: torch.Tensor, calls: Sequence[LayerCall], angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
+    x: torch.Tensor, calls: Sequence[LayerCall], angles: Sequence[Angles], context: ForwardContext
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement `dispatch.run_layers`."""
     x, rooms = x.contiguous(), [call.room for call in calls]
     out, behind = torch.empty_like(x), torch.empty_like(x) if any(call.apart for call in calls) else None
     room = _room(context, max(context.num_rows * of_row + of_layer for of_row, of_layer in rooms))
-    step_at = _step(context, angles).ctypes.data
+    steps = {id(pair): pair for pair in angles}
+    step_at = {place: _step(context, pair).ctypes.data for place, pair in steps.items()}
     places = out.data_ptr(), 0 if behind is None else behind.data_ptr(), room.data_ptr()
-    table = np.array([(call.kernel, places[0], *places, call.record_at, step_at) for call in calls], np.int64)
+    table = np.array(
+        [
+            (call.kernel, places[0], *places, call.record_at, step_at[id(pair)])
+            for call, pair in zip(calls, angles, strict=True)
+        ],
+        np.int64,
+    )
     table[0, 1] = x.data_ptr()  # the others go on where the one before has written
     _kernel(num_threads(), table, kind_of(x.dtype))
     return out, behind if calls[-1].apart else None
@@ -141,7 +151,7 @@ def _room(context: ForwardContext, size: int) -> torch.Tensor:
     return room
 
 
-def _step(context: ForwardContext, angles: tuple[torch.Tensor, torch.Tensor]) -> npt.NDArray[np.int64]:
+def _step(context: ForwardContext, angles: Angles) -> npt.NDArray[np.int64]:
     """Return `Step` and `Work` of a call, made once."""
     cos, sin = angles
     key = "step", cos.data_ptr(), sin.data_ptr(), cos.size(1)

@@ -1,5 +1,6 @@
 """Compute what stands before and behind the decoder layers of a rollout's step, as calls of their own kind: the rows of
-the embedding; and of the rows that reach the head the norm, the product with the head, and that in float32.
+the embedding, times a factor; and of the rows that reach the head the norm, the product with the head, and that in
+float32.
 
 Invariant: an element is computed by the parts that the operations of the modules run, and rounded where they round. A
 row depends on itself alone, so those that do not reach the head need no norm.
@@ -16,6 +17,7 @@ import torch
 
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import copy, elements, longs, read, whole_lines
+from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import NO_OTHERS
@@ -32,9 +34,9 @@ from samebit.kernels.cpu.layers.products import (
 from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.ends import EndWeights
+from samebit.kernels.layout.layers.ends import EndNumbers, EndWeights
 
-_FLOAT = np.float32(0)
+_FLOAT, _ONE = np.float32(0), np.float32(1)
 _FLOAT_BYTES = 4
 
 
@@ -56,13 +58,19 @@ class Places(NamedTuple):
 
 
 _PLACES = len(Places._fields)
-_LAYOUT = Struct(f"={_PLACES}q" + "f4x" * 2)
-"""Lays out the record of both calls: `Places`, eps of the norm, and what is added to its weight."""
+_NUMBERS = len(EndNumbers._fields)
+_LAYOUT = Struct(f"={_PLACES}q" + "f4x" * _NUMBERS)
+"""Lays out the record of both calls: `Places`, and `EndNumbers`."""
 
 
 @inlined_part
 def _places_of(call: Any) -> Any:
     return Places(*read(call.record, _PLACES, np.int64(0)))
+
+
+@inlined_part
+def _numbers_of(call: Any) -> Any:
+    return EndNumbers(*read(call.record + 8 * _PLACES, _NUMBERS, _FLOAT))
 
 
 @inlined_part
@@ -75,13 +83,18 @@ def _all_below(numbers: Any, end: int) -> bool:
 
 
 @kernel_part
-def _embed_part(part: int, places: Places, rows: int, out_at: int, kind: Any) -> None:
-    """Copy the embeddings of a share of the rows."""
+def _embed_part(part: int, places: Places, rows: int, factor: Any, out_at: int, kind: Any) -> None:
+    """Copy the embeddings of a share of the rows, times a factor."""
     width, ids = places.width, longs(places.ids, rows)
     embedding, out = elements(places.embedding, places.tokens * width, kind), elements(out_at, rows * width, kind)
     for row in range(rows * part // ROW_PARTS, rows * (part + 1) // ROW_PARTS):
         first = ids[row] * width
-        copy(embedding[first : first + width], out[row * width : (row + 1) * width])
+        source, target = embedding[first : first + width], out[row * width : (row + 1) * width]
+        if factor == _ONE:
+            copy(source, target)
+        else:
+            for i in range(width):
+                target[i] = narrow(widen(source[i]) * factor, target[i])
 
 
 def _embed(threads: int, call_at: int, kind: Any) -> None:
@@ -91,12 +104,13 @@ def _embed(threads: int, call_at: int, kind: Any) -> None:
     if not _all_below(longs(places.ids, step.rows), places.tokens):
         raise IndexError("a token id is not one of the embedding's")
     share_out(
-        _embed_part, ROW_PARTS, shared(step.rows * places.width, threads), (places, step.rows, call.out, kind)
+        _embed_part, ROW_PARTS, shared(step.rows * places.width, threads),
+        (places, step.rows, _numbers_of(call).factor, call.out, kind),
     )  # fmt: skip
 
 
 @kernel_part
-def _norm_part(part: int, call: Any, places: Places, rows: int, eps: Any, offset: Any, kind: Any) -> None:
+def _norm_part(part: int, call: Any, places: Places, rows: int, numbers: Any, kind: Any) -> None:
     """Write the norms of a share of the rows that reach the head, one after the other."""
     width, count = places.width, places.num_kept
     x, out = elements(call.x, rows * width, kind), elements(call.room, count * width, kind)
@@ -105,7 +119,7 @@ def _norm_part(part: int, call: Any, places: Places, rows: int, eps: Any, offset
     for place in range(count * part // ROW_PARTS, count * (part + 1) // ROW_PARTS):
         row = kept[place] if len(kept) > 0 else place
         source = x[row * width : (row + 1) * width]
-        rms_norm_row(source, weight, offset, eps, lanes, out[place * width : (place + 1) * width])
+        rms_norm_row(source, weight, numbers.offset, numbers.eps, lanes, out[place * width : (place + 1) * width])
 
 
 def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
@@ -116,12 +130,12 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         """Compute the logits of the `calls.Call` at an address."""
         call, step = call_and_step(call_at)
         places, itemsize = _places_of(call), elements(0, 0, kind).itemsize
-        eps, offset = read(call.record + 8 * _PLACES, 2, _FLOAT)
+        numbers = _numbers_of(call)
         count, width, outputs, at = places.num_kept, places.width, places.outputs, places.logits
         if places.kept and not _all_below(longs(places.kept, count), step.rows):
             raise IndexError("a row that is to reach the head is not one of the step's")
         share_out(
-            _norm_part, ROW_PARTS, shared(count * width, threads), (call, places, step.rows, eps, offset, kind)
+            _norm_part, ROW_PARTS, shared(count * width, threads), (call, places, step.rows, numbers, kind)
         )  # fmt: skip
         if itemsize < _FLOAT_BYTES:
             at = call.room + whole_lines(count * width) * itemsize
@@ -159,17 +173,17 @@ _KEPT = "ends"
 
 
 def end_calls(
-    ids: torch.Tensor, kept: torch.Tensor | None, weights: EndWeights, norm: tuple[float, float], logits: torch.Tensor
+    ids: torch.Tensor, kept: torch.Tensor | None, weights: EndWeights, numbers: EndNumbers, logits: torch.Tensor
 ) -> tuple[LayerCall, LayerCall]:
     """Implement `dispatch.WholeCalls.end_calls`."""
     (tokens, width), (count, outputs), dtype = weights.embedding.shape, logits.shape, weights.embedding.dtype
     if _KEPT not in weights.worked_out:
         weights.worked_out[_KEPT] = kernel_at(_embedding_kernel, dtype), kernel_at(_kernels.of(dtype), dtype)
     first, last = weights.worked_out[_KEPT]
-    numbers = record(
+    read_by_both = record(
         _LAYOUT, ids.data_ptr(), 0 if kept is None else kept.data_ptr(), logits.data_ptr(), count, tokens, width,
-        outputs, *weights.addresses, *norm,
+        outputs, *weights.addresses, *numbers,
     )  # fmt: skip
     narrow = outputs * (dtype.itemsize < _FLOAT_BYTES)  # rounded to their dtype first, and float32 behind that
     room = (count * (width + narrow) + LANES) * dtype.itemsize
-    return LayerCall(first, numbers, (0, 0), apart=False), LayerCall(last, numbers, (0, room), apart=False)
+    return LayerCall(first, read_by_both, (0, 0), apart=False), LayerCall(last, read_by_both, (0, room), apart=False)

@@ -5,11 +5,21 @@ V tokens of the embedding, W hidden size, N outputs of the head.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.options import Layer
+
+
+class EndNumbers(NamedTuple):
+    """Holds the factor on embeddings, as their dtype has it or a number of Python's, eps of the last norm, and what is
+    added to its weight."""
+
+    factor: float
+    eps: float
+    offset: float
 
 
 @dataclass(frozen=True, eq=False)

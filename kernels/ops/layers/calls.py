@@ -13,8 +13,9 @@ from samebit.kernels.ops.rope import RotaryTables
 
 
 def run_layers(
-    x: torch.Tensor, calls: Sequence[LayerCall], tables: RotaryTables
+    x: torch.Tensor, calls: Sequence[LayerCall], tables: Sequence[RotaryTables]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what the layers make of ``x``, for which their calls were prepared; where behind that of the last one
-    another MLP follows, also that one's input."""
-    return dispatch.run_layers(x, calls, (tables.cos, tables.sin), tables.context)
+    another MLP follows, also that one's input. ``tables``: of each, all of one context."""
+    angles = {id(one): (one.cos, one.sin) for one in tables}
+    return dispatch.run_layers(x, calls, [angles[id(one)] for one in tables], tables[0].context)

@@ -1,9 +1,9 @@
 """Prepare what stands before and behind the decoder layers of a rollout's step as calls of their own kind, so that a
 step is one call from token ids to logits.
 
-Contract: the bits of the modules, each called by itself: the embedding's rows; of the rows that reach the head their
-norm, its product with the head rounded to its dtype, and that as float32. Where a device has no such calls, or what is
-given does not fit them, there are none, and the modules are to be called.
+Contract: the bits of the modules, each called by itself: the embedding's rows, times a factor; of the rows that reach
+the head their norm, its product with the head rounded to its dtype, and that as float32. Where a device has no such
+calls, or what is given does not fit them, there are none, and the modules are to be called.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.ends import EndWeights
+from samebit.kernels.layout.layers.ends import EndNumbers, EndWeights
 from samebit.kernels.ops.dispatch import whole_calls
 from samebit.kernels.ops.layers.fitting import weights_fit
 
@@ -32,7 +32,7 @@ class Ends(NamedTuple):
 
 
 def end_calls(
-    ids: torch.Tensor, kept: torch.Tensor | None, weights: EndWeights, norm: tuple[float, float],
+    ids: torch.Tensor, kept: torch.Tensor | None, weights: EndWeights, numbers: EndNumbers,
     context: ForwardContext,
 ) -> Ends | None:  # fmt: skip
     """Return the calls for a step; or None.
@@ -43,7 +43,7 @@ def end_calls(
         ids: ``[1, T]``, of the T rows of the context.
         kept: ``[K]``, the rows that reach the head, None for all.
         weights: of the modules.
-        norm: its eps, and what is added to its weight.
+        numbers: of these.
         context: whose calls run without gradients.
     """
     embedding = weights.embedding
@@ -60,7 +60,7 @@ def end_calls(
     x = torch.empty(*ids.shape, embedding.size(1), dtype=embedding.dtype, device="cpu")
     rows = context.num_rows if kept is None else len(kept)
     logits = torch.empty(rows, len(weights.head[0]), dtype=torch.float32, device="cpu")
-    return Ends(x, *calls.end_calls(ids, kept, weights, norm, logits), logits)
+    return Ends(x, *calls.end_calls(ids, kept, weights, numbers, logits), logits)
 
 
 def _places_fit(places: torch.Tensor, dimensions: int) -> bool:
