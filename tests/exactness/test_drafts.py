@@ -73,7 +73,7 @@ def test_guesses_change_no_bit(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     plain, _ = run(model, _prompts(), PARAMS)
     first, second, stats = _again(model)
-    assert 100 < stats["draft_tokens_accepted"] < stats["draft_tokens"] - 50
+    assert 100 < stats["draft_tokens_accepted"] < stats["draft_tokens"] - 10, "some were meant to be wrong"
     for found in (first, second):
         assert_same_samples(found, plain)
         assert [[one.top_logprobs for one in out.samples] for out in found] == [
