@@ -186,7 +186,6 @@ def test_weights_that_change_between_two_requests_are_those_of_the_second(family
     assert_same_samples(found, plain)
 
 
-@pytest.mark.usefixtures("undaunted")
 @pytest.mark.parametrize("family", ["Qwen3", "GraniteMoeHybrid", "Qwen3_5", "Lfm2"])
 def test_guesses_go_through_an_adapter(family: str) -> None:
     """Guesses go through an adapter, beside those of requests without one."""
@@ -204,6 +203,7 @@ def test_guesses_go_through_an_adapter(family: str) -> None:
             assert_matches_trainer(trainer, outputs[1::2], both[1::2])
 
 
+@pytest.mark.usefixtures("undaunted")
 @pytest.mark.parametrize("family", ["Qwen3Moe", "NemotronH, experts"])
 def test_experts_are_those_of_a_worker_without_guesses(family: str) -> None:
     model = bound_model(family, torch.float32)
