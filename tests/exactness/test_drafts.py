@@ -60,11 +60,15 @@ def undaunted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Own, "learn", lambda *_: None)
 
 
-def _again(model: nn.Module, **config: object) -> tuple[list[RequestOutput], list[RequestOutput], dict[str, float]]:
-    """Generate twice with one worker that guesses, the second time from the first answers."""
+OTHERS = [replace(params, temperature=1.2, seed=7 + number, n=2) for number, params in enumerate(PARAMS)]
+"""Asks for other answers to the same prompts, which those of before are wrong guesses of."""
+
+
+def _again(model: nn.Module, **config: object) -> tuple[list[list[RequestOutput]], dict[str, float]]:
+    """Generate with one worker that guesses, the second time from the first answers, which the third are not."""
     with RolloutWorker(model, config=RolloutConfig(**GUESSING, **config)) as worker:  # type: ignore[arg-type]
-        first, second = (worker.generate(_prompts(), PARAMS) for _ in range(2))
-        return first, second, worker.stats()
+        found = [worker.generate(_prompts(), params) for params in (PARAMS, PARAMS, OTHERS)]
+        return found, worker.stats()
 
 
 @pytest.mark.usefixtures("undaunted")
@@ -72,17 +76,19 @@ def _again(model: nn.Module, **config: object) -> tuple[list[RequestOutput], lis
 def test_guesses_change_no_bit(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     plain, _ = run(model, _prompts(), PARAMS)
-    first, second, stats = _again(model)
-    assert 100 < stats["draft_tokens_accepted"] < stats["draft_tokens"] - 10, "some were meant to be wrong"
+    other, _ = run(model, _prompts(), OTHERS)
+    (first, second, third), stats = _again(model)
+    assert 100 < stats["draft_tokens_accepted"] < stats["draft_tokens"] - 50
+    assert_same_samples(third, other)
     for found in (first, second):
         assert_same_samples(found, plain)
         assert [[one.top_logprobs for one in out.samples] for out in found] == [
             [one.top_logprobs for one in out.samples] for out in plain
         ]
-    *crowded, stats = _again(model, **CROWDED)
+    crowded, stats = _again(model, **CROWDED)
     assert stats["preemptions"] > 0, "the pool was meant to be too small"
-    for found in crowded:
-        assert_same_samples(found, plain)
+    for found, expected in zip(crowded, (plain, plain, other), strict=True):
+        assert_same_samples(found, expected)
     assert_matches_trainer(model, second, PARAMS)
 
 
