@@ -1,6 +1,10 @@
 """Know which calls of a sender, numbered from 0 on, are queued: what carries them may bring them in any order.
 
-Invariant: a call that is waited for, and does not come within `PATIENCE`, is lost, and waited for no longer.
+Invariants
+----------
+* A call that is waited for, and does not come within `PATIENCE`, is lost, and waited for no longer.
+* One that has come is waited for until it is over, and those behind it are missed from then on: a grammar may be
+  compiled for minutes, with thousands of calls behind it.
 """
 
 from __future__ import annotations
@@ -50,12 +54,13 @@ class Arrivals:
             try:
                 await asyncio.wait_for(asyncio.shield(over), PATIENCE)
             except asyncio.TimeoutError:
-                if missing == self._next:
+                if missing == self._next and missing not in self._come:
                     self._give_up(number)
 
     def _give_up(self, number: int) -> None:
         """Take what has not come, up to a number, for lost."""
-        lost = [one for one in range(self._next, number + 1) if one not in self._come | self._over]
+        known = self._come | self._over
+        lost = [one for one in range(self._next, number + 1) if one not in known]
         if lost:
             logger.warning("%d calls have not come for %g s, and those after them wait no longer", len(lost), PATIENCE)
         for one in lost:

@@ -123,6 +123,26 @@ def test_a_submission_that_never_comes_is_not_waited_for_without_end(
     assert "calls have not come" in caplog.text
 
 
+def test_those_behind_a_submission_that_is_being_queued_are_missed_only_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.001)
+
+    async def main() -> None:
+        line = arrivals.Arrivals()
+        with line.queueing(0):
+            behind = [asyncio.ensure_future(line.until_over(number)) for number in (2, 3)]
+            with line.queueing(3):
+                await asyncio.sleep(0.05)
+            assert not caplog.text
+        with line.queueing(2):
+            pass
+        await asyncio.wait_for(asyncio.gather(*behind), HANG)
+        assert "1 calls have not come" in caplog.text
+
+    asyncio.run(main())
+
+
 def test_a_submission_that_was_not_sent_leaves_no_gap() -> None:
     """A submission that was not sent leaves no gap: its number is given to the next one."""
     places: list[Any] = []
