@@ -177,7 +177,7 @@ def _bytes_left(runner: ModelRunner, config: RolloutConfig) -> int:
         return 0
     logits = config.most_drawn_rows * runner.vocab_size * torch.float32.itemsize
     return kv_cache_bytes(
-        runner.model, share, config.max_num_batched_tokens, config.max_num_seqs,
+        runner.model, share, config.max_num_batched_tokens, config.most_drawn_rows,
         runner.shape.bytes_of_states() + logits,
     )  # fmt: skip
 
