@@ -114,7 +114,7 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
         prompt_logprobs=scores,
         prompt_top_logprobs=None if found is None or found.wanted else found.top_logprobs,
         events=list(request.shared.events),
-        adapter=None if request.adapter is None else request.adapter.name,
+        adapter=None if request.adapter is None else request.adapter.public_name,
         adapter_version=None if request.adapter is None else request.adapter.version,
     )
 

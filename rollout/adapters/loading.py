@@ -44,6 +44,7 @@ class AdapterOptions:
         ends them with what they have.
     number: stands for it in the names of its cached blocks, and is given to no other; None draws one. A fleet gives all
         replicas the same.
+    alias: the name that results give, None for the adapter's own. A fleet's is that without the version.
     """
 
     config: object = None
@@ -52,6 +53,7 @@ class AdapterOptions:
     in_flight: str = "finish"
     number: int | None = None
     revision: str | None = None
+    alias: str | None = None
 
     def __post_init__(self) -> None:
         check_in_flight(self.in_flight)
@@ -72,6 +74,7 @@ class AdapterKeywords(TypedDict, total=False):
     in_flight: str
     number: int | None
     revision: str | None
+    alias: str | None
 
 
 def check_in_flight(in_flight: object) -> None:
@@ -115,7 +118,7 @@ def read_adapter(
     with open_update(source, tree, manifest, terms, version=version - 1) as update:
         report = update.write(tree, version=version)
     number = new_number() if options.number is None else options.number
-    return Loaded(Adapter(name, deltas, version=version, number=number), layout), report
+    return Loaded(Adapter(name, deltas, version=version, number=number, alias=options.alias), layout), report
 
 
 def _resolved(source: object, revision: str | None) -> object:

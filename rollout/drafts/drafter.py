@@ -169,7 +169,7 @@ def _count(outputs: list[Kept]) -> int:
 def _key(shared: Shared, prompt: IntArray) -> bytes:
     """Return what names a prompt, the salt of a request and its adapter: one that is trained resembles that of its name
     before."""
-    salt, adapter = shared.params.cache_salt, None if shared.adapter is None else shared.adapter.name
+    salt, adapter = shared.params.cache_salt, None if shared.adapter is None else shared.adapter.public_name
     named = hashlib.blake2b(repr((salt, adapter)).encode(), digest_size=16)
     named.update(prompt.tobytes())
     return named.digest()

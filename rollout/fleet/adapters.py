@@ -24,7 +24,6 @@ from samebit.rollout.errors import AdapterError, NoReplicaError, RequestError
 from samebit.rollout.fleet.crew import Crew
 from samebit.rollout.fleet.port import Wanted, WantedAdapter
 from samebit.rollout.models.hub import commit_of, is_name
-from samebit.rollout.outputs import RequestOutput
 from samebit.weight_sync import SyncReport
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class FleetAdapters:
             number = next(self._numbers)
             wanted = WantedAdapter(
                 f"{name}{_MARK}{number - _FIRST_LOADED}", str(source), version, number, asked.config,
-                asked.autocast, revision=revision,
+                asked.autocast, name, revision=revision,
             )  # fmt: skip
             report = self._read_everywhere(wanted)
             with self.sending:
@@ -153,10 +152,3 @@ class FleetAdapters:
 def is_known(inner: str | None, wanted: Wanted) -> bool:
     """Return whether replicas have the adapter of this name there: one that was loaded may be forgotten by now."""
     return inner is None or _MARK not in inner or inner in wanted.adapters
-
-
-def named_as_asked(output: RequestOutput) -> RequestOutput:
-    """Return a result under the adapter's name in the fleet, not the replica's."""
-    if output.adapter is None or _MARK not in output.adapter:
-        return output
-    return replace(output, adapter=output.adapter.rpartition(_MARK)[0])

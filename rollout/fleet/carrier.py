@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from samebit.rollout.errors import RequestIdInUseError, WorkerLostError, WorkerStateError
-from samebit.rollout.fleet.adapters import is_known, named_as_asked
+from samebit.rollout.fleet.adapters import is_known
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.port import Command, Streamed
@@ -133,8 +133,7 @@ class Carrier:
         while True:
             member, life = running.member, running.member.incarnation
             try:
-                name, number = running.handle.request_id, member.number()
-                output = await member.port.run(running.prompt, running.params, name, running.run, number)
+                output = await member.run(running.prompt, running.params, running.handle.request_id, running.run)
             except WorkerLostError as error:
                 await self._crew.lose(member, life, error)
                 if self._goes_on(running):
@@ -150,7 +149,7 @@ class Carrier:
                 self._end(running, error)
             else:
                 self._forget(running, computed=True)
-                running.handle.finish(named_as_asked(output))
+                running.handle.finish(output)
             return
 
     def _goes_on(self, running: Running) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Command, Feed, Introduction, ReplicaPort, ReplicaState, Streamed, Wanted
 from samebit.rollout.fleet.routing.router import Router
 from samebit.rollout.fleet.tries import Tries
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import at_rest
 
 logger = logging.getLogger(__name__)
@@ -57,10 +59,11 @@ class Member:
     sent: int = 0
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def number(self) -> int:
-        """Return the number of the next request that is sent."""
+    def run(self, prompt: list[int], params: SamplingParams, request_id: str, run: int) -> Awaitable[RequestOutput]:
+        """Send a request. If that raises, its number is given again, so that nobody waits for it."""
+        answer = self.port.run(prompt, params, request_id, run, self.sent)
         self.sent += 1
-        return self.sent - 1
+        return answer
 
 
 class Crew:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -81,10 +82,11 @@ class ReplicaPort(Protocol):
         """Begin to note what is cached, under this number of the replica's life."""
         ...
 
-    async def run(
+    def run(
         self, prompt: list[int], params: SamplingParams, request_id: str, run: int, number: int
-    ) -> RequestOutput:
-        """Generate one request. run: by which commands name it; they may overtake it. number: counts the calls."""
+    ) -> Awaitable[RequestOutput]:
+        """Send one request to be generated; what this raises, and not the awaiting of its answer, was not sent. run: by
+        which commands name it; they may overtake it. number: counts the calls."""
         ...
 
     async def feed(self) -> Feed:
@@ -106,8 +108,8 @@ class ReplicaPort(Protocol):
 class WantedAdapter:
     """Describes an adapter that all replicas shall have.
 
-    inner: its name there. folder: or a name of the hub, with `revision`. number: in the digests of its cached blocks.
-    digest: of what was read; None until all have read it.
+    inner: its name there. name: in the fleet. folder: or a name of the hub, with `revision`. number: in the digests of
+    its cached blocks. digest: of what was read; None until all have read it.
     """
 
     inner: str
@@ -116,6 +118,7 @@ class WantedAdapter:
     number: int
     config: object
     autocast: bool
+    name: str
     digest: str | None = None
     revision: str | None = None
 
@@ -123,7 +126,7 @@ class WantedAdapter:
         """Return the keywords with which a replica loads the adapter."""
         return {
             "config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number,
-            "revision": self.revision,
+            "revision": self.revision, "alias": self.name,
         }  # fmt: skip
 
 

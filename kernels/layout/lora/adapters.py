@@ -171,13 +171,20 @@ class Adapter:
         deltas: by the name of the linear layer.
         version: of its matrices, where they were loaded; 0 where a trainer writes to them.
         number: of no other adapter that the same calls go through.
+        alias: the name that requests and results give, where it is not its own.
     """
 
     name: str
     deltas: Mapping[str, Delta]
     version: int = 0
     number: int = field(default_factory=new_number)
+    alias: str | None = None
     _joined: dict[tuple[str, ...], tuple[Deltas, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def public_name(self) -> str:
+        """Return the name that results give, which a later version has too."""
+        return self.name if self.alias is None else self.alias
 
     def of_layers(self, layers: tuple[str, ...]) -> tuple[Deltas, tuple[int, ...]]:
         """Return what is added to those of the layers that the adapter changes, and their places among the layers."""

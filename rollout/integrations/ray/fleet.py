@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,10 @@ class RayPort:
         told: Introduction = await wait_for_async(self.actor.begin.remote(incarnation))
         return told
 
-    async def run(
+    def run(
         self, prompt: list[int], params: SamplingParams, request_id: str, run: int, number: int
-    ) -> RequestOutput:
-        running = self.actor.run_followed.remote(prompt, params, request_id, run, number)
-        output: RequestOutput = await wait_for_async(running)
-        return output
+    ) -> Awaitable[RequestOutput]:
+        return wait_for_async(self.actor.run_followed.remote(prompt, params, request_id, run, number))
 
     async def feed(self) -> Feed:
         feed: Feed = await wait_for_async(self.actor.feed.remote())

@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def save_adapter(folder: Path, seed: int, alpha: int = 6) -> Path:
 class ModelFleet:
     """Holds a fleet whose replicas are workers of this process; each can be killed, and told to refuse a command."""
 
-    def __init__(self, folder: Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path | None = None, replicas: int = 2, config: RolloutConfig = CONFIG, **options: Any
+    ) -> None:
         self.ports: dict[str, LocalPort] = {}
         self._model = tiny(0) if folder is None else folder
         self.refuses: str | None = None
         self.prepare: Callable[[LocalPort], None] | None = None
-        self.fleet = Fleet(self._start, 2, config=CONFIG, options=FleetOptions(max_restarts=1, **options))
+        self.fleet = Fleet(self._start, replicas, config=config, options=FleetOptions(max_restarts=1, **options))
 
     def _start(self, name: str, config: RolloutConfig) -> LocalPort:
         worker = RolloutWorker(copy.deepcopy(self._model), config=config)
@@ -122,6 +125,21 @@ def test_requests_of_any_replica_have_the_bits_of_one_worker(local: ModelFleet, 
     assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
     with pytest.raises(RequestError, match="adapter='a' is not known; there are __base__"):
         fleet.submit(PROMPTS[0], asked("a"))
+
+
+def test_guesses_outlast_a_new_version_of_an_adapter(tmp_path: Path) -> None:
+    folders = [save_adapter(tmp_path / name, seed=1) for name in "ab"]
+    local = ModelFleet(replicas=1, config=replace(CONFIG, num_speculative_tokens=3))
+    try:
+        drafted, samples = [], []
+        for folder in folders:
+            local.fleet.load_adapter("policy", folder)
+            samples.append(drawn(local.fleet.generate(PROMPTS[:1], asked("policy"))))
+            drafted.append(local.fleet.stats()["draft_tokens_accepted"])
+    finally:
+        local.fleet.close()
+    assert samples[0] == samples[1]
+    assert drafted[1] > drafted[0], "what the version before answered is guessed from"
 
 
 def test_a_new_versions_folder_says_its_own_scale(local: ModelFleet, tmp_path: Path) -> None:

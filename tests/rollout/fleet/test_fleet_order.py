@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from samebit.rollout import RequestOutput, SamplingParams
+from samebit.rollout.fleet import arrivals
 from samebit.rollout.fleet.fleet import Fleet
 
 from ...patience import HANG, wait_until
@@ -126,3 +127,26 @@ def test_a_replica_that_comes_back_while_the_fleet_goes_on_goes_on_too() -> None
         wait_until(lambda: all(local.fleet.replicas.values()))
         assert not local.ports["0"].side.rollout.paused
         assert len(local.fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+def test_a_request_that_could_not_be_sent_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.001)
+
+    def prepare(port: LocalPort) -> None:
+        send = port.run
+
+        def full(prompt: list[int], *rest: Any) -> Any:
+            if prompt == [13]:
+                raise MemoryError("the store is full")
+            return send(prompt, *rest)
+
+        port.run = full  # type: ignore[method-assign]
+
+    with LocalFleet(replicas=1, prepare=prepare) as local:
+        with pytest.raises(MemoryError, match="the store is full"):
+            local.fleet.generate([[13]], PARAMS)
+        local.fleet.generate(PROMPTS, PARAMS)
+        local.fleet.sleep("kv_cache")
+    assert "calls have not come" not in caplog.text
