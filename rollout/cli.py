@@ -78,7 +78,7 @@ def _add_model(command: argparse.ArgumentParser, run: Callable[[argparse.Namespa
     command.add_argument(
         "--dequantize",
         action="store_true",
-        help="take weights that the folder holds quantized (mxfp4, fp8 in blocks) as bfloat16",
+        help="take weights that the folder holds quantized (mxfp4, fp8) as bfloat16",
     )
     command.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the random prompts (0)")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
