@@ -83,6 +83,11 @@ class GenerationThread:
     def check_thread(self) -> None:
         """Refuse calls that would wait for the thread while holding its lock, and those of a forked process."""
         self.status.check_process()
+        if threading.current_thread() is self._thread:
+            raise WorkerStateError(
+                "this call was made in a callback of when_done or after_steps, for which the worker's generation "
+                "thread waits: make it in another thread"
+            )
         hold = None if self._hold is None else self._hold()
         if self.lock.held_by_me or (hold is not None and hold.open_here):
             raise WorkerStateError("this call was made inside weight_update(): finish that block first")

@@ -184,3 +184,21 @@ def test_a_callback_that_raises_at_the_end_of_a_request_breaks_nobody(make_worke
     assert [handle.result(HANG).samples[0].token_ids for handle in handles] == [oracle([1], 0, 3), oracle([2], 0, 3)]
     assert worker.generate([[3]], SamplingParams(max_tokens=3))[0].samples[0].token_ids == oracle([3], 0, 3)
     assert called == [1, 1], "those behind one that raised are called"
+
+
+def test_a_call_in_a_callback_of_the_generation_thread_is_refused_for_what_it_is(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    worker.pause()
+    handle = worker.submit([1], SamplingParams(max_tokens=3))
+    refused: list[str] = []
+
+    def call() -> None:
+        with pytest.raises(WorkerStateError) as caught:
+            worker.submit([2], SamplingParams(max_tokens=1))
+        refused.append(str(caught.value))
+
+    handle.when_done(call)
+    worker.resume()
+    handle.result(HANG)
+    worker.generate([[3]], SamplingParams(max_tokens=3))
+    assert ["in a callback of when_done or after_steps" in one for one in refused] == [True]
