@@ -60,7 +60,7 @@ def temperatures_of(given: object, shape: Sequence[int], device: torch.device, a
         axes: what the axes of the shape are, for the error.
 
     Raises:
-        ValueError: no number and no numbers, or of a shape that does not broadcast.
+        ValueError: no number and no numbers, of a shape that does not broadcast, or numbers that wait for a gradient.
         TypeError: a tensor without values, or a sparse one.
     """
     wanted = f"{axes or 'the shape of the tokens'}, {list(shape)}"
@@ -77,6 +77,8 @@ def temperatures_of(given: object, shape: Sequence[int], device: torch.device, a
     check_readable("temperature", numbers)
     if numbers.dtype.is_complex or numbers.dtype is torch.bool:
         raise ValueError(f"temperature must be of real numbers, got {numbers.dtype}")
+    if numbers.requires_grad and torch.is_grad_enabled():
+        raise ValueError("temperature requires grad, and would get none: scores are differentiable in the logits alone")
     fits = numbers.dim() <= len(shape) and all(
         own in (1, wide) for own, wide in zip(reversed(numbers.shape), reversed(shape), strict=False)
     )

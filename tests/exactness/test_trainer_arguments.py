@@ -55,6 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": torch.ones(2, 4) + 0j}, "temperature must be of real numbers, got torch.complex64"),
     ({"temperature": torch.ones(4, device="meta")}, "temperature is on the device 'meta'"),
     ({"temperature": torch.ones(4).to_sparse()}, "temperature is torch.sparse_coo"),
+    ({"temperature": torch.ones(4, requires_grad=True)}, "temperature requires grad, and would get none"),
     *[({"temperature": value}, NUMBER) for value in ("1", True, None, {}, [[1], [1, 2]], 10**400, 1j)],
     *[
         ({"temperature": value}, "temperature must be positive and finite as a float32, got ")
