@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 EXACT_EVERYWHERE = (torch.float32, torch.bfloat16)
 """Lists the dtypes that are computed exactly on every device."""
@@ -50,16 +49,25 @@ def exact_dtypes(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
 
 
 def plain_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the backward of a function: it can not be differentiated itself, and computes in the dtypes of what it
-    is given, also where a loss is differentiated inside autocast."""
+    """Decorate the backward of a function: it refuses to be differentiated itself, and computes in the dtypes of what
+    it is given, also where a loss is differentiated inside autocast.
+
+    The backward raises RuntimeError under ``create_graph=True``. `torch.autograd.function.once_differentiable` would
+    raise only where the incoming gradient has one itself, which that of a sum has not: the penalty of a gradient, or a
+    product with the Hessian, would be 0.
+    """
 
     @functools.wraps(backward)
     def plain(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for gradients that can be differentiated, and samebit's kernels have first "
+                "derivatives alone"
+            )
         kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
         if not torch.is_autocast_enabled(kind):
             return backward(ctx, *grads)
         with torch.autocast(kind, enabled=False):
             return backward(ctx, *grads)
 
-    decorated: Callable[..., Any] = once_differentiable(plain)
-    return decorated
+    return plain

@@ -236,6 +236,17 @@ def test_tangents_are_refused_by_name() -> None:
     token_logprobs(model, IDS)
 
 
+@pytest.mark.parametrize("name", ["Llama", "NemotronH", "Qwen3Moe"])
+def test_gradients_of_gradients_are_refused_by_name(name: str) -> None:
+    """A penalty on gradients would otherwise be 0, without a word, as would a product with the Hessian."""
+    model = bind(make_model(name))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for call in (lambda: token_logprobs(model, IDS), lambda: model(input_ids=IDS).logits):
+        with pytest.raises(RuntimeError, match=r"create_graph=True .* first derivatives alone"):
+            torch.autograd.grad(call().sum(), weights, create_graph=True, allow_unused=True)
+        torch.autograd.grad(call().sum(), weights, allow_unused=True)
+
+
 def test_a_change_that_is_undone_is_forgotten() -> None:
     model = bind(make_model("Llama"))
     expected = token_logprobs(model, IDS)
