@@ -9,12 +9,15 @@ Invariants:
   unless a hook on the model is to see that; on a CPU all of it is one call where nobody listens (`layers.step`).
 * The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
   stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
+* Layout and scoring that are installed are of one model. Another one that is called meanwhile, in a hook, is refused:
+  it would write to that one's cache.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -125,6 +128,10 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
     @_named_as(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scoring = installed_scoring()
+        with _computing(self, scoring):
+            return computed(self, scoring, *args, **kwargs)
+
+    def computed(self: Any, scoring: Scoring | None, /, *args: Any, **kwargs: Any) -> Any:
         if scoring is None:
             alone = known and not args and _in_step(kwargs) and _is_bound_alone(self.lm_head) and not is_hooked(self)
             return _step_logits(self, **kwargs) if alone else own(self, *args, **kwargs)
@@ -134,6 +141,32 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
         return _scores_of_logits(own, scoring, self, *args, **kwargs)
 
     return forward
+
+
+_inside: ContextVar[tuple[nn.Module, Scoring | None] | None] = ContextVar("samebit_computing", default=None)
+
+
+@contextmanager
+def _computing(model: nn.Module, scoring: Scoring | None) -> Iterator[None]:
+    """Note which model computes, and what it scores.
+
+    Raises:
+        ValueError: it is called inside of another one's forward, and would take its layout and scoring for its own.
+    """
+    outer, outer_scoring = _inside.get() or (model, scoring)
+    own = scoring is not None and scoring is not outer_scoring  # `token_logprobs` installs one with a layout
+    installed = scoring is not None or installed_context() is not None
+    if outer is not model and installed and not own:
+        raise ValueError(
+            f"this {type(model).__name__} is called inside the forward of another bound model, by a hook perhaps, "
+            "and would compute in that one's layout. Allowed there: samebit.kernels.token_logprobs(model, "
+            "input_ids); or call it before or after"
+        )
+    token = _inside.set((model, scoring))
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 def keeping_positions(own: Forward) -> Forward:

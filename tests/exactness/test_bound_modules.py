@@ -236,6 +236,29 @@ def test_tangents_are_refused_by_name() -> None:
     token_logprobs(model, IDS)
 
 
+@pytest.mark.parametrize("place", ["model.layers.0", "lm_head"])
+def test_a_model_that_a_hook_calls_inside_of_another_ones_forward_is_refused(place: str) -> None:
+    """It would compute in the other one's layout, and write to its cache; `token_logprobs` has a layout of its own."""
+    model, other = bind(make_model("Llama")), bind(make_model("Qwen3"))
+    expected, seen, params = token_logprobs(other, IDS), list[object](), SamplingParams(max_tokens=3, seed=1)
+
+    @torch.no_grad()
+    def hook(*_: object) -> None:
+        seen.append(torch.equal(token_logprobs(other, IDS), expected))
+        with pytest.raises(ValueError, match=r"called inside the forward of another bound model.*token_logprobs"):
+            other(input_ids=torch.tensor([[1, 2, 3]]))
+
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        plain = worker.generate([[1, 2, 3]], params)[0].samples[0]
+        scores = token_logprobs(model, IDS)
+        with model.get_submodule(place).register_forward_hook(hook):
+            worker.reset_prefix_cache()
+            assert worker.generate([[1, 2, 3]], params)[0].samples[0].logprobs == plain.logprobs
+            assert torch.equal(token_logprobs(model, IDS), scores)
+    assert len(seen) > 1
+    assert all(seen)
+
+
 @pytest.mark.parametrize("name", ["Llama", "NemotronH", "Qwen3Moe"])
 def test_gradients_of_gradients_are_refused_by_name(name: str) -> None:
     """A penalty on gradients would otherwise be 0, without a word, as would a product with the Hessian."""
