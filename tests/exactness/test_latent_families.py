@@ -92,6 +92,17 @@ def test_updates_and_sleep_in_between() -> None:
         assert_same_samples(worker.generate(prompt, PARAMS), after)
 
 
+def test_a_weight_of_heads_may_lie_turned_over_in_memory() -> None:
+    model = bind(make_model("DeepseekV3"))
+    expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
+    for module in [one for name, one in model.named_modules() if name.endswith("kv_b_proj")]:
+        module.weight = torch.nn.Parameter(module.weight.detach().t().contiguous().t())
+        assert not module.weight.is_contiguous()
+    assert_equal(gradients(model, LAYOUTS["packed"], SEQUENCES), expected)
+    with torch.no_grad():
+        assert_cold_and_warm_match_the_trainer(model, SEQUENCES, PARAMS)
+
+
 def test_memory_of_a_token() -> None:
     """A token takes one row of rank + rope elements a layer, whatever the heads."""
     model = bound_model("DeepseekV3", torch.bfloat16)

@@ -129,7 +129,7 @@ def expansion_forward(self: Any, x: torch.Tensor, half: Literal["keys", "values"
         ``[T, heads, rank]``, or ``[T, heads, value]``.
     """
     facts: HeadFacts = self.samebit
-    weight = self.weight.view(facts.heads, facts.nope + facts.value, -1)
+    weight = self.weight.contiguous().view(facts.heads, facts.nope + facts.value, -1)
     if half == "keys":
         return multiply_heads(x, weight[:, : facts.nope], transposed=True)
     return multiply_heads(x, weight[:, facts.nope :])
