@@ -81,6 +81,8 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._compiling = threading.Lock()
         self._read: LLTokenizer | None = None
+        self._special = frozenset[str]()
+        """Holds the texts of special tokens, and how JSON in ASCII has them, all without backslashes."""
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[Kind, str], Start] = OrderedDict()
         self._held: WeakValueDictionary[tuple[Kind, str], Start] = WeakValueDictionary()
@@ -117,7 +119,7 @@ class Grammars:
             if found is not None:
                 return found
             read = self._read = self._read or self._read_tokenizer()
-            start = Start(_compiled(read, kind, text))
+            start = Start(_compiled(read, not self._has_special(text), kind, text))
             with self._lock:
                 self._keep((kind, text), start)
             return read, start
@@ -139,6 +141,11 @@ class Grammars:
             (_, text), _ = self._kept.popitem(last=False)
             characters -= len(text)
 
+    def _has_special(self, text: str) -> bool:
+        """Return whether a text has that of a special token, escaped as JSON or expressions are or not."""
+        bare = text.replace("\\", "")
+        return any(one in bare for one in self._special)
+
     def _read_tokenizer(self) -> LLTokenizer:
         try:
             from llguidance.hf import from_tokenizer
@@ -155,6 +162,8 @@ class Grammars:
                 "structured_outputs need a tokenizer of the kind PreTrainedTokenizerFast, by which the texts of all "
                 f"tokens are known; this worker has {given}"
             )
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = frozenset(form.replace("\\", "") for one in special for form in (one, json.dumps(one)[1:-1]))
         own = tokenizer.eos_token_id
         known = [token for token in self._eos_token_ids if token < len(tokenizer)]
         ends = known or ([] if own is None else [own])
@@ -170,11 +179,13 @@ class Grammars:
             raise RequestError(f"structured_outputs can not read this worker's tokenizer: {error}") from error
 
 
-def _compiled(tokenizer: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
+def _compiled(tokenizer: LLTokenizer, forced: bool, kind: Kind, text: str) -> LLMatcher:
+    """Compile a text. forced: where it allows one continuation, tokens are those that the tokenizer makes of it."""
     from llguidance import LLMatcher
 
     try:
-        start = LLMatcher(tokenizer, _source(kind, text), log_level=0)
+        source = _source(kind, text)
+        start = LLMatcher(tokenizer, source if forced else _unforced(source), log_level=0)
     except ValueError as error:
         raise _refused(kind, text, str(error)) from error
     if start.is_error():
@@ -194,6 +205,16 @@ def _source(kind: Kind, text: str) -> str:
         texts = " | ".join(map(json.dumps, json.loads(text)))
         return grammar_from("lark", f"start: CHOICE\nCHOICE: {texts}")
     return grammar_from("lark", _as_lark(text)) if kind == "grammar" else grammar_from(kind, text)
+
+
+def _unforced(source: str) -> str:
+    """Return a grammar whose only continuation may be any tokens that spell it. Those that the tokenizer makes of it
+    may have a special token, which is not its text, and may end the sample."""
+    from llguidance import grammar_from
+
+    one = json.loads(source)["grammars"][0] if source.lstrip().startswith("{") else {"lark_grammar": source}
+    lark = one.get("lark_grammar") or f"start: %json {json.dumps(one['json_schema'])}"
+    return grammar_from("lark", f'{lark}\n%llguidance {{"no_forcing": true}}\n')
 
 
 def _as_lark(text: str) -> str:

@@ -152,6 +152,28 @@ def test_what_constrained_calls_alone_can_honour_is_taken_of_them(served: Served
         assert calls_of(answer) == [[("add", '{"x":1}')]]
 
 
+NAMES = [
+    "\x7f",
+    "\x00\t\n\x1b",
+    "a b/c.d-e",
+    "\u2028\ufeff",
+    "\U0001f600",
+    '"\\\\"',
+    "",
+    "<|im_start|>",
+    "a<|im_end|>b",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tool_may_have_any_name(served: Served, name: str) -> None:
+    """A tool may have any name, as in vLLM, that of a special token too, and its calls have that name."""
+    for choice in ("required", {"type": "function", "function": {"name": name}}):
+        asked = {**ASKED, "tools": [tool(name, [1])], "tool_choice": choice, "parallel_tool_calls": False}
+        assert calls_of(served.client.chat.completions.create(**asked)) == [[(name, '{"x":1}')]]
+        assert streamed(served, **asked) == ([[(name, '{"x":1}')]], ["stop" if choice != "required" else "tool_calls"])
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_session_goes_on_from_the_ids_of_a_call(served: Served, cut: bool) -> None:
     """A turn goes on from the ids of the calls of the one before, also of one that was cut off."""

@@ -106,6 +106,21 @@ def test_a_choice_may_have_any_character(worker: RolloutWorker) -> None:
         assert TOKENIZER.decode(output.samples[0].token_ids[:-1]) == one
 
 
+@pytest.mark.parametrize("name", ["im_start", "im_end"])
+def test_the_text_of_a_special_token_is_spelled(worker: RolloutWorker, name: str) -> None:
+    """What a sample is constrained to may have the text of a special token, which the sample spells. The token itself
+    is no text: it ended the sample there, or nothing was left behind it."""
+    word = f"<|{name}|>"
+    for kind, said in (
+        ({"choice": [f"a{word}b"]}, f"a{word}b"),
+        ({"json": {"enum": [f"a{word}b"]}}, f'"a{word}b"'),
+        ({"regex": f"a{re.escape(word)}b{{3}}"}, f"a{word}bbb"),
+        ({"grammar": f'start: "{word}" x\nx: "b"'}, f"{word}b"),
+        ({"grammar": f'%llguidance {{"no_initial_skip": true}}\nstart: "{word}b"'}, f"{word}b"),
+    ):
+        assert texts(worker, asked(**kind)) == [said]
+
+
 def test_any_object_is_json(worker: RolloutWorker) -> None:
     """An object of any fields can be read, where it came to its end."""
     bias = {TOKENIZER.convert_tokens_to_ids(character): 9.0 for character in '"}'}
