@@ -62,7 +62,7 @@ def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
 
 def _limited(app: ASGIApp, service: Service) -> ASGIApp:
     inner = app if service.tracing is None else service.tracing.around(app)
-    return BodyLimit(inner, service.settings.max_body_bytes)
+    return BodyLimit(inner, service.settings.max_body_bytes, service.settings.max_body_values)
 
 
 def _endpoints(service: Service, control: APIRouter | None = None) -> FastAPI:

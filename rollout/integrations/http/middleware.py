@@ -86,12 +86,36 @@ class BoundedHead(HttpToolsProtocol):
         self.transport.close()
 
 
-class BodyLimit:
-    """Refuses bodies of more bytes than `most`, declared or sent."""
+class JsonSize:
+    """Counts the commas, lists and objects of a JSON text that comes in pieces, but for those that stand in strings: a
+    text has at most one value more."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+        self._in_string = False
+        self._escape = b""
+        """Holds the backslash of an escape that a piece ends in."""
+
+    def push(self, piece: bytes) -> None:
+        """Count the next piece."""
+        piece = self._escape + piece
+        cut = (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        self._escape = piece[len(piece) - cut :]
+        parts = piece[: len(piece) - cut].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        wide = b"\0" in piece  # UTF-16 or UTF-32, whose quotes are other bytes: there what stands in strings counts too
+        outside = piece if wide else b"".join(parts[self._in_string :: 2])
+        self.count += sum(map(outside.count, (b",", b"[", b"{")))
+        self._in_string ^= len(parts) % 2 == 0
+
+
+class BodyLimit:
+    """Refuses bodies of more bytes than `most`, declared or sent, and those of more values than `most_values` before
+    any is made of them: the parser lets nothing else run."""
+
+    def __init__(self, app: ASGIApp, most: int, most_values: int) -> None:
         self._app = app
         self._most = most
+        self._most_values = most_values
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,14 +125,20 @@ class BodyLimit:
         if not declared.isdecimal() or len(declared) > 18 or int(declared) > self._most:
             await answer(self._error())(scope, receive, send)
             return
-        left = self._most
+        left, values = self._most, JsonSize()
 
         async def counted() -> Message:
             nonlocal left
             message = await receive()
-            left -= len(message.get("body", b""))
+            piece = message.get("body", b"")
+            left -= len(piece)
+            values.push(piece)
             if left < 0:
                 raise HTTPException(413, self._error().message)  # what FastAPI hands on while it reads a body
+            if values.count > self._most_values:
+                raise HTTPException(
+                    413, f"the body has more than {self._most_values} values: numbers, texts, lists and objects"
+                )
             return message
 
         await self._app(scope, counted, send)

@@ -86,6 +86,16 @@ class Asked:
     def samples(self) -> int:
         return len(self.prompts) * self.params.n
 
+    def alternatives(self, max_model_len: int) -> int:
+        """Return how many alternatives the answer may have, to the tokens of the prompts and to those of samples."""
+        new, before = self.params.logprobs or 0, self.params.prompt_logprobs or 0
+        most = self.params.max_tokens
+        count = 0
+        for prompt in self.prompts:
+            size = len(prompt.token_ids)
+            count += size * before + self.params.n * (max(0, max_model_len - size) if most is None else most) * new
+        return count
+
 
 def asked_by(
     request: Request, request_id: str | None, prompts: list[Prompt], params: SamplingParams, prefix: str = ""
@@ -197,6 +207,7 @@ class Service:
     @contextmanager
     def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:
         """Run requests for the length of the block; what has not ended at its end is aborted."""
+        self._check_alternatives(asked)
         if asked.id in self.running and not asked.shared:
             raise ApiError(409, f"a request with the id {asked.id!r} is running", param="request_id")
         handles: list[ServedHandle] = []
@@ -217,6 +228,16 @@ class Service:
                 if given_up:
                     self.worker.abort(given_up)
                 seen.ended(handles, given_up)
+
+    def _check_alternatives(self, asked: Asked) -> None:
+        count, most = asked.alternatives(self.worker.limits.max_model_len), self.settings.max_alternatives
+        if count > most:
+            raise ApiError(
+                400,
+                f"the answer may have {count} alternatives (prompts, samples, tokens and logprobs multiplied), and at "
+                f"most {most} are allowed here: ask for fewer, give a smaller max_tokens, or make several requests",
+                param="logprobs",
+            )
 
     def _leave(self, name: str, handles: Sequence[ServedHandle]) -> None:
         """Forget what ran under an id; others may run under it still."""

@@ -65,9 +65,13 @@ class ServeSettings:
     max_n: int = field(default=128, metadata={"help": "samples a prompt"})
     max_prompts: int = field(default=256, metadata={"help": "prompts a request"})
     max_logprobs: int = field(default=20, metadata={"help": "alternatives a token"})
+    max_alternatives: int = field(default=1 << 23, metadata={"help": "alternatives of all tokens of a request"})
     max_stops: int = field(default=16, metadata={"help": "stop strings a request"})
     max_grammar_bytes: int = field(default=1 << 16, metadata={"help": "bytes of what a sample is constrained to"})
     max_body_bytes: int = field(default=16 << 20, metadata={"help": "bytes of a request"})
+    max_body_values: int = field(
+        default=1 << 20, metadata={"help": "numbers, texts, lists and objects of a request; more stop all streams"}
+    )
     max_sessions: int = field(default=1024, metadata={"help": "conversations whose token ids are kept"})
     request_seconds: float | None = field(default=None, metadata={"help": "a request is ended after so long"})
     stall_seconds: float = field(
@@ -92,12 +96,13 @@ class ServeSettings:
             "max_stops",
             "max_grammar_bytes",
             "max_body_bytes",
+            "max_body_values",
             "shutdown_seconds",
             "replicas",
         ):
             if vars(self)[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
-        for name in ("max_waiting", "max_logprobs", "max_sessions"):
+        for name in ("max_waiting", "max_logprobs", "max_alternatives", "max_sessions"):
             if vars(self)[name] < 0:
                 raise ValueError(f"{name} must not be negative, got {vars(self)[name]}")
         for name in ("request_seconds", "stall_seconds"):

@@ -40,6 +40,8 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         (["--max-n", "0"], {}, "", "max_n must be at least 1, got 0"),
         (["--max-prompts", "65537"], {}, "", "max_prompts must be at most 65536, got 65537"),
         (["--max-grammar-bytes", "0"], {}, "", "max_grammar_bytes must be at least 1, got 0"),
+        (["--max-body-values", "0"], {}, "", "max_body_values must be at least 1, got 0"),
+        (["--max-alternatives", "-1"], {}, "", "max_alternatives must not be negative, got -1"),
         (["--replicas", "0"], {}, "", "replicas must be at least 1, got 0"),
         (["--replicas", "2", "--replica-cpus", "0"], {}, "", "replica_cpus must be at least 1, got 0"),
         (["--ray-address", "auto"], {}, "", "ray_address is for several replicas, and replicas is 1"),
