@@ -306,6 +306,8 @@ def test_a_pause_that_waits_keeps_no_request_and_so_no_cache(served: Served) -> 
         ("/update_weights", {"weight_dir": "nowhere"}, 404, "no such folder"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a" * 256}, 404, "no such folder"),
         ("/update_weights", {"weight_dir": "a" * 300}, 404, "no such folder"),
+        ("/update_weights", {"weight_dir": "a\0b"}, 400, "weight_dir has a null byte"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "\0"}, 400, "lora_path has a null byte"),
     ],
 )
 def test_a_wrong_command_is_named(served: Served, path: str, body: object, status: int, says: str) -> None:

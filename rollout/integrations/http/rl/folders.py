@@ -19,6 +19,8 @@ def below(root: str | None, folder: str, param: str) -> Path:
     """
     if root is None:
         raise ApiError(403, f"{param} names a folder below --weight-root, which is not set", param=param)
+    if "\0" in folder:
+        raise ApiError(400, f"{param} has a null byte, which no folder's name has", param=param)
     top = Path(root).resolve()
     path = (top / folder).resolve()
     if not path.is_relative_to(top):
