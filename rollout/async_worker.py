@@ -15,15 +15,16 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.control.worker_status import TAGS
-from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 from samebit.rollout.worker_interface import Handle, LocalWorker, UpdateOptions
 from samebit.weight_sync import SyncReport
 
@@ -259,6 +260,16 @@ class Preparing:
             ending = turn.pop_all()
         running.add_done_callback(lambda _: ending.close())
         return asyncio.shield(running)
+
+
+def read_for_grammars(worker: LocalWorker) -> None:
+    """Have a worker read its tokenizer for structured outputs, where it can compile any: llguidance lets no other
+    thread run meanwhile (1.3 s for 150,000 tokens), and at the first such request all streams would stop.
+    """
+    work = worker.preparation(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
+    if work is not None:
+        with suppress(RequestError):
+            work()
 
 
 def remember(early: dict[K, T], name: K, said: T) -> None:

@@ -18,7 +18,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from logging import config as logging_config
 from types import FrameType
@@ -30,7 +30,8 @@ from safetensors import SafetensorError
 
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.pinned import Pinned
-from samebit.rollout.errors import NonFiniteLogitsError, RequestError, SelfTestError, WorkerStateError
+from samebit.rollout.async_worker import read_for_grammars
+from samebit.rollout.errors import NonFiniteLogitsError, SelfTestError, WorkerStateError
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
@@ -39,8 +40,6 @@ from samebit.rollout.integrations.http.openai.prompts import read_template
 from samebit.rollout.integrations.http.openai.tools import check_parser
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings, Setup, read_setup
-from samebit.rollout.sampling_params import SamplingParams
-from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 from samebit.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -144,16 +143,6 @@ def load(setup: Setup) -> Service:
     return Service(worker, setup.settings, name, tokenizer, tracing, template)
 
 
-def read_for_grammars(worker: RolloutWorker | Fleet) -> None:
-    """Have a worker read its tokenizer for structured outputs, where it can compile any: llguidance lets no other
-    thread run meanwhile (1.3 s for 150,000 tokens), and at the first such request all streams would stop.
-    """
-    work = worker.preparation(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
-    if work is not None:
-        with suppress(RequestError):
-            work()
-
-
 def tracing_of(endpoint: str | None, name: str) -> Tracing | None:
     """Return the tracing of requests, None where it is off. Raises ValueError if OpenTelemetry is not installed."""
     if endpoint is None:
@@ -186,6 +175,7 @@ def fleet_of(setup: Setup, model: Pinned) -> Fleet:
             resubmit=setup.settings.resubmit, max_restarts=FleetOptions.max_restarts if asked is None else asked
         ),
         num_cpus=setup.settings.replica_cpus or even_share(setup.settings.replicas),
+        structured_outputs=True,  # each reads its own tokenizer for them, as one worker does here
     )
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import ray
 
 from samebit.rollout.adapters.pinned import Pinned
-from samebit.rollout.checks import check_positive_int
+from samebit.rollout.async_worker import read_for_grammars
+from samebit.rollout.checks import check_bool, check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
@@ -37,12 +38,15 @@ from samebit.rollout.worker import RolloutWorker
 class FleetActor(ReplicaSide, RolloutActor):
     """Runs a replica in an actor."""
 
-    async def load_pinned(self, model: Pinned, config: RolloutConfig) -> int:
-        """Do as `load` with what the fleet has found."""
+    async def load_pinned(self, model: Pinned, config: RolloutConfig, structured_outputs: bool) -> int:
+        """Do as `load` with what the fleet has found; `structured_outputs` as `RayFleet.start` has it."""
 
         def make() -> RolloutWorker:
             found, revision = model.here()
-            return RolloutWorker(found, config=replace(config, revision=revision))
+            worker = RolloutWorker(found, config=replace(config, revision=revision))
+            if structured_outputs:
+                read_for_grammars(worker)
+            return worker
 
         return (await self.build(make)).weight_version
 
@@ -92,12 +96,15 @@ class RayFleet(Fleet):
         config: RolloutConfig | None = None,
         options: FleetOptions | None = None,
         num_cpus: int = 1,
+        structured_outputs: bool = False,
         **actor_options: Any,
     ) -> RayFleet:
         """Start the replicas and load a model folder in each. Ray must be running (`ray.init`).
 
         model: a name of the hub is looked up once, here, unless this is `Pinned` already.
         num_cpus: cores that Ray reserves for each, and threads that it computes with unless the config says.
+        structured_outputs: let each read its tokenizer for them before it takes requests. Otherwise its streams stand
+        still for that at the first request of them.
         actor_options: Ray's own, as in `.options()`, of each actor.
 
         Raises:
@@ -105,6 +112,7 @@ class RayFleet(Fleet):
         """
         check_positive_int("replicas", replicas)
         check_positive_int("num_cpus", num_cpus)
+        check_bool("structured_outputs", structured_outputs)
         for name in ("name", "max_restarts", "lifetime"):
             if name in actor_options:
                 raise ValueError(f"a fleet names, restarts and ends its actors itself: leave out {name}")
@@ -119,7 +127,7 @@ class RayFleet(Fleet):
             )
             try:
                 with handed_over():
-                    loading = actor.load_pinned.remote(pinned, inner)
+                    loading = actor.load_pinned.remote(pinned, inner, structured_outputs)
                 wait_for(loading)
             except BaseException:
                 ray.kill(actor)

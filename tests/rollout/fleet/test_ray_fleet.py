@@ -370,6 +370,16 @@ def test_replicas_are_counted_by_the_nodes_on_which_they_fit(
     room.check_room(3, 3, reserved=True)
 
 
+def test_replicas_of_a_server_have_read_their_tokenizers_for_grammars(cluster: None, folder: Path) -> None:
+    """Replicas of a server have read their tokenizers for grammars: at the first request of one, streams would stop."""
+    ready = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    flags = ("--replicas", "2", "--replica-cpus", "1", "--num-threads", "1", "--num-blocks", "400")
+    with fleet_of(read_setup([str(folder), *flags], {}), Pinned(folder, None)) as one:
+        for member in one._crew.members.values():
+            prepared = member.port.actor.__ray_call__.remote(lambda side: side.rollout.preparation(ready) is None)
+            assert ray.get(prepared, timeout=HANG)
+
+
 @soak
 def test_a_missing_folder_is_named(cluster: None, folder: Path) -> None:
     with pytest.raises(ModelLoadError, match="nowhere"):
