@@ -82,6 +82,7 @@ class ApiError(Exception):
 
 
 LONGEST_PARAM = 200
+CHOICES = ".choices"
 PIECE = 64
 """Counts the items of a list that are encoded in one call, which no other thread can interrupt."""
 
@@ -95,8 +96,9 @@ class JsonAnswer(Response):
         return content if isinstance(content, bytes) else encoded(content)
 
 
-def encoded(content: Any) -> bytes:
-    """Return JSON in ASCII: any string survives it, and any float comes back with its bits.
+def encoded(content: Any, where: str = "", first: int = 0) -> bytes:
+    """Return JSON in ASCII: any string survives it, and any float comes back with its bits. where: the way to it, for
+    an error; first: the number of the first item, of a piece of a list.
 
     Raises:
         ApiError: the content has a NaN or an infinity, which no JSON holds.
@@ -104,47 +106,48 @@ def encoded(content: Any) -> bytes:
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:
-        where = _not_finite(content, "")
-        raise ApiError(500, f"{where}, which JSON can not hold", code="not_finite", headers=_NO_RETRY) from error
+        found = _not_finite(content, where, first)
+        raise ApiError(500, f"{found}, which JSON can not hold", code="not_finite", headers=_NO_RETRY) from error
 
 
 def written(content: dict[str, Any]) -> bytes:
-    """Return what `encoded` does, made of short pieces: in a thread, the other threads go on between them.
+    """Return what `encoded` does, made of short pieces: in a thread, the other threads go on between them. The choices
+    may be an iterator, which makes each when it is written: in Python one takes several times the memory of its JSON.
 
     Raises:
         ApiError: as `encoded` does.
     """
-    try:
-        return b"".join(_pieces(content))
-    except ApiError:
-        return encoded(content)  # raises it with the way to what is not finite
+    return b"".join(_pieces(content))
 
 
-def _pieces(content: Any, name: str = "") -> Iterator[bytes]:
-    """Yield the pieces of what stands under a name. Choices are long, and the lists in them."""
+def _pieces(content: Any, where: str = "") -> Iterator[bytes]:
+    """Yield the pieces of what stands there. Choices are long, and the lists in them."""
     if isinstance(content, dict) and content:
         for number, (inner, value) in enumerate(content.items()):
             yield (b"," if number else b"{") + encoded(inner) + b":"
-            yield from _pieces(value, inner)
+            yield from _pieces(value, f"{where}.{inner}")
         yield b"}"
-    elif name == "choices" and content:
+    elif where == CHOICES:
+        begun = b"["
         for number, choice in enumerate(content):
-            yield b"," if number else b"["
-            yield from _pieces(choice)
-        yield b"]"
+            yield begun
+            yield from _pieces(choice, f"{where}.{number}")
+            begun = b","
+        yield b"]" if begun == b"," else b"[]"
     elif isinstance(content, list) and len(content) > PIECE:
         for begin in range(0, len(content), PIECE):
-            yield (b"," if begin else b"[") + encoded(content[begin : begin + PIECE])[1:-1]
+            yield (b"," if begin else b"[") + encoded(content[begin : begin + PIECE], where, begin)[1:-1]
         yield b"]"
     else:
-        yield encoded(content)
+        yield encoded(content, where)
 
 
-def _not_finite(content: Any, where: str) -> str | None:
+def _not_finite(content: Any, where: str, first: int = 0) -> str | None:
     """Name the first value that JSON can not hold."""
     if isinstance(content, float) and (content != content or abs(content) == float("inf")):
         return f"{where.lstrip('.')} is {content}"
-    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    listed = enumerate(content, first) if isinstance(content, list) else ()
+    items = content.items() if isinstance(content, dict) else listed
     return next((found for name, value in items if (found := _not_finite(value, f"{where}.{name}"))), None)
 
 

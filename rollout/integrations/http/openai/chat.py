@@ -110,23 +110,20 @@ class _Chat:
         """Return the answer, as JSON."""
         answer = self._head("chat.completion")
         size = num_tokens([output], self._job.params)
-        read = await apart(lambda: [self._read(output, sample) for sample in output.samples], size)
-        for sample, (parsed, _) in zip(output.samples, read, strict=True):
+        read = await apart(lambda: [self._parsed(output, sample) for sample in output.samples], size)
+        for sample, parsed in zip(output.samples, read, strict=True):
             self._note(output, sample, parsed)
-        answer["choices"] = [choice for _, choice in read]
+        answer["choices"] = map(self._choice, output.samples, read)
         answer["usage"] = usage([output])
         if self._asked.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return await apart(lambda: written(answer), size)
 
-    def _read(self, output: RequestOutput, sample: SampleOutput) -> tuple[Parsed, dict[str, Any]]:
-        """Return what a sample says, and the choice that says it."""
-        parsed = (
-            Parsed(whole_text(self._tokenizer, sample, output.prompt_token_ids))
-            if self._reading is None
-            else self._reading.read(sample, self._tokenizer, output.prompt_token_ids)
-        )
-        return parsed, self._choice(sample, parsed)
+    def _parsed(self, output: RequestOutput, sample: SampleOutput) -> Parsed:
+        """Return what a sample says."""
+        if self._reading is None:
+            return Parsed(whole_text(self._tokenizer, sample, output.prompt_token_ids))
+        return self._reading.read(sample, self._tokenizer, output.prompt_token_ids)
 
     def _choice(self, sample: SampleOutput, parsed: Parsed) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}

@@ -64,11 +64,11 @@ class _Completion:
     def whole(self, outputs: list[RequestOutput], before: list[str]) -> dict[str, Any]:
         """Return the answer. before: what stands before the samples of each prompt."""
         scored = self._asked.max_tokens == 0
-        choices = [
+        choices = (
             self._choice(index * self._job.params.n + sample.index, before[index], output, sample)
             for index, output in enumerate(outputs)
             for sample in output.samples
-        ]
+        )
         return {**self._head(), "choices": choices, "usage": usage(outputs, sampled=not scored)}
 
     def _choice(self, index: int, before: str, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from samebit.rollout.integrations.http.openai.sample_text import SampleText, who
 from samebit.rollout.integrations.http.openai.sampling import check_cap, params_of
 from samebit.rollout.integrations.http.rl.requests import GenerateRequest
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service, asked_by
-from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.outputs import RequestOutput, SampleOutput
 
 
 class Scored(BaseModel):
@@ -121,23 +121,24 @@ class _Generation:
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer."""
-        choices = []
-        for sample in output.samples:
-            choice: dict[str, Any] = {
-                "index": sample.index,
-                "token_ids": sample.token_ids,
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
-                "logprobs": self._logprobs(sample.token_ids, sample.logprobs, sample.top_logprobs),
-                "weight_versions": self._service.versions.spans(sample.weight_versions),
-            }
-            if self._tokenizer is not None:
-                choice["text"] = whole_text(self._tokenizer, sample, output.prompt_token_ids)
-            choices.append(choice)
+        choices = (self._choice(output, sample) for sample in output.samples)
         answer = {**self._head, "choices": choices, "usage": usage([output]), "prompt_logprobs": self._prompt(output)}
         if self._asked.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
+
+    def _choice(self, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": sample.index,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "logprobs": self._logprobs(sample.token_ids, sample.logprobs, sample.top_logprobs),
+            "weight_versions": self._service.versions.spans(sample.weight_versions),
+        }
+        if self._tokenizer is not None:
+            choice["text"] = whole_text(self._tokenizer, sample, output.prompt_token_ids)
+        return choice
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] | None
