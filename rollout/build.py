@@ -32,6 +32,7 @@ from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.drafts.drafter import Drafter, DraftOptions
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
+from samebit.rollout.models.draft import load_draft_model
 from samebit.rollout.models.loading import LoadedModel, load_model, naming
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.stopping import known_end_tokens
@@ -95,12 +96,13 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
     self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)
+    drafter = _drafter(runner, config, loaded)  # before the pages, which take what it leaves of a GPU's memory
     engine = Engine(
         runner,
         _cache(runner, config, loaded.max_model_len),
         config.max_num_batched_tokens,
         run_ahead=config.runs_ahead,
-        drafter=_drafter(runner, config),
+        drafter=drafter,
         watch=WeightWatch(loaded.module if loaded.shared else None),
     )
     runner.warm_up(engine.cache.tables.rows)
@@ -125,7 +127,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
     )
 
 
-def _drafter(runner: ModelRunner, config: RolloutConfig) -> Drafter | None:
+def _drafter(runner: ModelRunner, config: RolloutConfig, loaded: LoadedModel) -> Drafter | None:
     """Return what guesses tokens ahead, None where nobody has asked for it."""
     if not config.num_speculative_tokens:
         return None
@@ -137,7 +139,8 @@ def _drafter(runner: ModelRunner, config: RolloutConfig) -> Drafter | None:
             step_tokens=config.decided_step_tokens,
             history_tokens=config.speculative_history_tokens,
             chunk=None if states is None else SCAN_CHUNK,
-        )
+        ),
+        load_draft_model(config, loaded.module, loaded.max_model_len),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +39,11 @@ def as_number(value: object) -> float | None:
         return None
     plain = int(value) if isinstance(value, int | np.integer) else float(value)
     return float(plain) if -_LARGEST <= plain <= _LARGEST else None
+
+
+def as_name(value: object) -> str | None:
+    """Return the path of a folder, or a name, as a str."""
+    return str(value) if isinstance(value, str | Path) else None
 
 
 def shown(value: object) -> str:

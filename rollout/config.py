@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.rollout.checks import (
     as_bool,
     as_int,
+    as_name,
     as_number,
     check_bool,
     check_one_of,
@@ -38,13 +40,16 @@ DEFAULT_STEP_TOKENS = {"cpu": 16, "cuda": 64}
 """Holds by device up to how many tokens a step is filled with guesses: there it takes hardly longer than with one."""
 
 
-_OF_DRAFTS = ("prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens")
+_OF_DRAFTS = (
+    "prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens", "draft_model", "draft_cache_gb",
+)  # fmt: skip
 
 _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
     **dict.fromkeys(("num_threads", "seed", "num_speculative_tokens", "prompt_lookup_min"), as_int),
     **dict.fromkeys(("speculative_step_tokens", "speculative_history_tokens"), as_int),
-    **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
+    **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb", "draft_cache_gb"), as_number),
+    "draft_model": as_name,
     **dict.fromkeys(
         ("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "self_test", "exact"), as_bool
     ),
@@ -83,6 +88,10 @@ class RolloutConfig:
     speculative_step_tokens: only steps of fewer tokens are filled up with guesses, to so many; None for 16, on CUDA 64.
     speculative_history_tokens: so many tokens of outputs are kept, to guess from when their prompts come again. (How
         tokens are guessed: docs/speculation.md.)
+    draft_model: a folder or a name of the Hugging Face hub, of a smaller model with the same tokenizer, which guesses
+        where no n-gram has come before; None for none. No result depends on it.
+    draft_cache_gb: memory for its keys and values; None for what the sequences of a step take at their longest, but at
+        most 1 GiB.
     num_threads: CPU threads of the generation thread; None for those of the thread that builds the worker.
     seed: base of the random numbers of requests that bring no seed.
     while_asleep: what a request does that comes while the worker sleeps, or after its weights were discarded and before
@@ -117,6 +126,8 @@ class RolloutConfig:
     prompt_lookup_min: int = 3
     speculative_step_tokens: int | None = None
     speculative_history_tokens: int = 1 << 26
+    draft_model: str | Path | None = None
+    draft_cache_gb: float | None = None
     num_threads: int | None = None
     seed: int = 0
     while_asleep: str = "raise"
@@ -244,6 +255,15 @@ class RolloutConfig:
             raise ValueError(
                 f"{' and '.join(given)} say how tokens are guessed, and num_speculative_tokens=0 guesses none"
             )
+        if self.draft_model is not None and not (isinstance(self.draft_model, str) and self.draft_model):
+            raise ValueError(
+                "draft_model must be a model folder, a name of the Hugging Face hub or None, got "
+                + shown(self.draft_model)
+            )
+        if self.draft_cache_gb is not None and not is_positive_number(self.draft_cache_gb):
+            raise ValueError(f"draft_cache_gb must be a number above 0 or None, got {shown(self.draft_cache_gb)}")
+        if self.draft_cache_gb is not None and self.draft_model is None:
+            raise ValueError(f"draft_cache_gb={self.draft_cache_gb} is the memory of a draft_model, and none is given")
         if self.num_speculative_tokens and self.async_scheduling:
             raise ValueError(
                 f"async_scheduling=True launches a step before the tokens are known that "

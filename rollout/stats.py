@@ -1,7 +1,7 @@
 """Collect the numbers of a worker: one flat dict for programs, one line now and then for people.
 
-Invariant: counters only grow, and add up across workers. Sizes (`blocks_*`, `running`, `waiting`) are those
-of the moment.
+Invariant: counters only grow, and add up across workers. Sizes (`blocks_*`, `draft_blocks_*`, `running`,
+`waiting`) are those of the moment.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
+from samebit.rollout.drafts.drafter import Drafter
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.guard import contained
 
@@ -43,7 +44,14 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
         "blocks_evictable": cache.pool.num_kept,
         "weight_version": engine.weight_version,
         **_checkpoint_stats(cache.checkpoints),
+        **_draft_stats(scheduler.drafter),
     }
+
+
+def _draft_stats(drafter: Drafter | None) -> dict[str, float]:
+    """Return the numbers of a draft model's blocks: 0 without one."""
+    total, free = (0, 0) if drafter is None or drafter.model is None else drafter.model.num_blocks
+    return {"draft_blocks_total": total, "draft_blocks_free": free}
 
 
 def _checkpoint_stats(checkpoints: CheckpointPool) -> dict[str, float]:
@@ -65,7 +73,7 @@ def _checkpoint_stats(checkpoints: CheckpointPool) -> dict[str, float]:
 def at_rest(stats: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers of a worker that is gone: what it has counted stays, and nothing of it is in use."""
     idle = {name: 0.0 for name in _IN_USE if name in stats}
-    free = {"blocks_free": stats["blocks_total"]} if "blocks_total" in stats else {}
+    free = {f"{of}blocks_free": stats[f"{of}blocks_total"] for of in ("", "draft_") if f"{of}blocks_total" in stats}
     return {**stats, **idle, **free}
 
 

@@ -79,8 +79,9 @@ class Sleep:
             self._release_cache()
 
     def _release_cache(self) -> None:
-        """Free pages and states."""
+        """Free pages and states, those of a draft model too."""
         self._engine.runner.release_cache()
+        self._engine.scheduler.release_drafts()
         self._status.set_asleep("kv_cache", True)
 
     def _free_weights(self, *, keep_copy: bool) -> None:

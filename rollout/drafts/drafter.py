@@ -1,5 +1,6 @@
 """Propose tokens for the decodes of a step: what followed the same n-gram in the prompt, in a sequence's own output, in
-those of its request's other samples, or in what the same prompt was answered with before.
+those of its request's other samples, or in what the same prompt was answered with before; where there is no such guess,
+what a draft model goes on with.
 
 Prompt lookup (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding), as vLLM's method "ngram"; with the
 outputs of other samples and of the last epoch, as rollouts of reinforcement learning repeat themselves.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,19 +60,57 @@ class Begun(NamedTuple):
     output: Kept
 
 
-class Drafter:
-    """Guesses what running sequences go on with."""
+class Proposer(Protocol):
+    """Guesses what several sequences go on with, all of them at once: a draft model."""
 
-    def __init__(self, options: DraftOptions) -> None:
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        """Return for each sequence, whose last token is certain, up to so many tokens that may follow."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Keep nothing of a sequence that has ended; it may be one that was never asked for."""
+
+    def release(self) -> None:
+        """Give all memory back; what is asked next takes it again."""
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """Return how many KV blocks it has, and how many of them no sequence uses."""
+
+
+class Drafter:
+    """Guesses what running sequences go on with. model: is asked where no n-gram has come before; None for none."""
+
+    def __init__(self, options: DraftOptions, model: Proposer | None = None) -> None:
         self.options = options
+        self.model = model
         self._groups: dict[Shared, Group] = {}
         self._history: OrderedDict[bytes, list[Kept]] = OrderedDict()
         self._begun: OrderedDict[bytes, Begun] = OrderedDict()
         self._num_kept = 0
 
+    def guesses(self, sequences: list[Sequence], room: int) -> list[tuple[int, ...]]:
+        """Return for each sequence that decodes tokens that may follow, together at most as many as there is room."""
+        found: list[tuple[int, ...]] = []
+        for sequence in sequences:
+            found.append(self.guess(sequence, room))
+            room -= len(found[-1])
+        if self.model is not None and room > 0:
+            self._ask_model(self.model, sequences, found, room)
+        return found
+
+    def _ask_model(self, model: Proposer, sequences: list[Sequence], found: list[tuple[int, ...]], room: int) -> None:
+        """Put what the model guesses where nothing was found: equal shares of the room, while there is some."""
+        open_to = [at for at, guess in enumerate(found) if not guess and not sequences[at].params.depends_on_tokens]
+        each = min(self.options.num_tokens, max(1, room // max(1, len(open_to))))
+        counts = [(at, min(each, self.most_behind(sequences[at]))) for at in open_to]
+        asked = [(at, count) for at, count in counts if count > 0][: room // each]
+        guesses = model.propose([(sequences[at], count) for at, count in asked]) if asked else []
+        for (at, _), guess in zip(asked, guesses, strict=True):
+            found[at] = guess
+
     def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Return tokens that may follow in a sequence that decodes, at most so many; none where there is no guess, or
-        where the choice of a token depends on those before it by more than the logits."""
+        """Return tokens that may follow in a sequence that decodes, at most so many, by its n-grams; none where there
+        is no guess, or where the choice of a token depends on those before it by more than the logits."""
         count = min(self.options.num_tokens, most, self.most_behind(sequence))
         if count < 1 or sequence.params.depends_on_tokens:
             return ()
@@ -89,6 +128,8 @@ class Drafter:
         shared = sequence.shared
         if shared.params.depends_on_tokens:
             return
+        if self.model is not None:
+            self.model.forget(sequence)
         group, aborted = self._group(shared), not sequence.finished
         group.end(sequence, answered=not aborted)
         if aborted and sequence.num_new_tokens:

@@ -176,6 +176,11 @@ class Scheduler:
         """Make sure that nothing cached is hit again; running sequences keep what they have."""
         self._wait(self.cache.clear_index())
 
+    def release_drafts(self) -> None:
+        """Free the memory that guesses are made in; the next guess takes it again."""
+        if self.drafter is not None and self.drafter.model is not None:
+            self.drafter.model.release()
+
     def _wait(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self.waiting.push(sequence)
@@ -211,15 +216,15 @@ class Scheduler:
 
     def _add_drafts(self, plan: StepPlan, drafter: Drafter) -> None:
         """Fill a step of few tokens up with guesses behind its decodes, while blocks are plenty."""
-        room = min(drafter.options.step_tokens, self.max_num_batched_tokens)
-        for item in plan.items:
-            if plan.num_tokens >= room or self.cache.pool.num_free <= len(self.running):
-                return
-            if item.start >= item.sequence.num_prompt_tokens and item.samples == item.length == 1 and not item.forks:
-                drafts = drafter.guess(item.sequence, room - plan.num_tokens)
-                spare = self.cache.pool.num_free - self.cache.blocks_for(len(drafts))
-                if drafts and spare >= len(self.running) and self.cache.reserve(item.sequence, 1 + len(drafts)):
-                    plan.draft(item, drafts)
+        room = min(drafter.options.step_tokens, self.max_num_batched_tokens) - plan.num_tokens
+        if room <= 0 or self.cache.pool.num_free <= len(self.running):
+            return
+        decodes = [item for item in plan.items if _is_decode(item)]
+        guesses = drafter.guesses([item.sequence for item in decodes], room) if decodes else []
+        for item, drafts in zip(decodes, guesses, strict=True):
+            spare = self.cache.pool.num_free - self.cache.blocks_for(len(drafts))
+            if drafts and spare >= len(self.running) and self.cache.reserve(item.sequence, 1 + len(drafts)):
+                plan.draft(item, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give up held prompts one by one, then preempt from the end, until `sequence` has its blocks, or is the one
@@ -308,6 +313,11 @@ class Scheduler:
         first.schedule.siblings = rest
         self.waiting.push(first)
         return ()
+
+
+def _is_decode(item: ScheduledSequence) -> bool:
+    """Tell whether the item computes a sampled token, and draws the next one for itself alone."""
+    return item.start >= item.sequence.num_prompt_tokens and item.samples == item.length == 1 and not item.forks
 
 
 def _one_token(item: ScheduledSequence) -> bool:

@@ -2,6 +2,7 @@
 `saving` writes one.
 
 `own_reading` builds a module without transformers' reading, by the config that `text_config` reads; `tokenizers` reads
-what turns ids into text. Imports `config`, `errors`, `requests` for end tokens, `samebit.weight_sync`, and `binding` of
-`samebit.kernels` for what it refuses; knows nothing of the engine.
+what turns ids into text. `draft` makes of a folder what guesses tokens: it alone knows of `engine`, `cache` and
+`runner`. Imports `config`, `errors`, `requests` for end tokens, `samebit.weight_sync`, and `binding` of
+`samebit.kernels` for what it refuses.
 """

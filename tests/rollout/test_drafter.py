@@ -176,3 +176,42 @@ def test_nothing_is_kept_where_all_would_be_too_much_or_guesses_are_not_made() -
     assert _guess_behind(drafter, PROMPT, ANSWER[:3]) == ()
     _answer(drafter, PROMPT, ANSWER)
     assert _guess_behind(drafter, PROMPT, ANSWER[:3]) == tuple(ANSWER[3:7])
+
+
+class AskedModel:
+    """Stands for a draft model: guesses nines, and notes for how many it was asked."""
+
+    num_blocks = (0, 0)
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.forgotten: list[Sequence] = []
+
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        self.asked.append([most for _, most in asked])
+        return [(9,) * most for _, most in asked]
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
+
+    def release(self) -> None:
+        """Give nothing back, as there is nothing."""
+
+
+def test_a_draft_model_is_asked_for_equal_shares_where_no_n_gram_has_come_before() -> None:
+    model = AskedModel()
+    drafter = Drafter(DraftOptions(num_tokens=4, gram=2, step_tokens=16, history_tokens=0), model)
+    sequences = [_sequences([1, 2, number])[0] for number in range(3)]
+    (repeating,), (penalized,) = _sequences([5, 6, 5, 6]), _sequences([1, 2], repetition_penalty=1.2)
+    for sequence in (*sequences, penalized):
+        _say(sequence, [40])
+    _say(repeating, [5, 6])
+    mixed = [sequences[0], repeating, penalized, *sequences[1:]]
+    assert [len(guess) for guess in drafter.guesses(mixed, 11)] == [3, 2, 0, 3, 3]
+    assert [len(guess) for guess in drafter.guesses(sequences, 2)] == [1, 1, 0]
+    assert [len(guess) for guess in drafter.guesses(sequences[:1], 16)] == [4]
+    _say(sequences[1], [50] * 198)
+    assert [len(guess) for guess in drafter.guesses(sequences[1:2], 16)] == [0], "it gets one more token"
+    assert model.asked == [[3, 3, 3], [1, 1], [4]]
+    drafter.forget(sequences[0])
+    assert model.forgotten == sequences[:1]

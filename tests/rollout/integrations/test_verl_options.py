@@ -394,6 +394,8 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
             "prompt_lookup_min": 2,
             "speculative_step_tokens": 9,
             "speculative_history_tokens": 0,
+            "draft_model": "small",
+            "draft_cache_gb": 0.5,
         },
         gpu_memory_utilization=0.7,
         enforce_eager=True,
@@ -416,6 +418,8 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         prompt_lookup_min=2,
         speculative_step_tokens=9,
         speculative_history_tokens=0,
+        draft_model="small",
+        draft_cache_gb=0.5,
     )
     assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)
     assert made.routed_experts

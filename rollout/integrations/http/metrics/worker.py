@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GAUGES = frozenset(
     (
         "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "weight_version",
-        "states_used", "states_total",
+        "states_used", "states_total", "draft_blocks_total", "draft_blocks_free",
     )
 )  # fmt: skip
 """Names the numbers of `stats()` that are sizes of the moment; all others only grow."""

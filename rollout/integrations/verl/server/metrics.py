@@ -14,7 +14,7 @@ from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERIN
 
 _MOMENTARY = (
     "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "states_used",
-    "states_total",
+    "states_total", "draft_blocks_total", "draft_blocks_free",
 )  # fmt: skip
 """Names the figures that are not counted from the start on."""
 
