@@ -1,5 +1,7 @@
 """A draft model changes no bit, whatever it guesses: a worker with one gives the samples of one without guesses."""
 
+import os
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ ALONE = {
 """Leaves all guesses to the draft model, in steps of any size."""
 
 CROWDED = {"num_blocks": 16, "block_size": 16, "max_num_batched_tokens": 40, "max_num_seqs": 12}
+CASES = min(200, int(os.environ.get("SAMEBIT_SOAK_CASES", "5")))
 SOME = (*FAMILIES[:2], "Qwen3Moe", "Gemma2", "GptOss")
 PROMPTS = token_ids(9, 1, 40, 2, 70)
 PARAMS = [
@@ -167,6 +170,57 @@ def test_a_draft_model_with_little_memory_guesses_of_a_few(blocks: int, caching:
     assert_same_samples(found, plain)
     assert stats["draft_blocks_total"] == blocks
     assert _guessed(stats)[1] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(CASES))
+def test_any_schedule_gives_the_samples_of_a_worker_without_guesses(seed: int, folders: Any) -> None:
+    """Requests come, are cancelled, and the worker sleeps between, with memory of any size."""
+    rng, model = random.Random(seed), bound_model("Qwen3")
+    stems = token_ids(60, 60, seed=seed)
+    prompts = [[*rng.choice(stems)[: rng.randint(1, 60)], *token_ids(rng.randint(0, 9))[0]] for _ in range(12)]
+    params = [
+        SamplingParams(
+            n=rng.randint(1, 3), temperature=rng.choice([0.0, 0.3, 1.0]), seed=number, max_tokens=rng.randint(1, 60),
+            stop_token_ids=rng.sample(range(VOCAB), 20), ignore_eos=True, cache_salt=rng.choice([None, None, "a"]),
+        )
+        for number in range(len(prompts))
+    ]  # fmt: skip
+    plain, _ = run(model, prompts, params)
+    config = RolloutConfig(
+        draft_model=folders("Qwen3") if rng.random() < 0.7 else folders("Llama"),
+        draft_cache_gb=rng.randint(4, 60) * 2**-16,
+        num_speculative_tokens=rng.randint(1, 7),
+        speculative_step_tokens=rng.choice([4, 16, 60]),
+        speculative_history_tokens=0,
+        num_blocks=rng.randint(33, 80),
+        block_size=4,
+        max_model_len=132,
+        max_num_seqs=rng.randint(2, 9),
+        max_num_batched_tokens=rng.choice([9, 40, 2048]),
+        enable_prefix_caching=rng.random() < 0.7,
+    )
+    with RolloutWorker(model, config=config) as worker:
+        handles = []
+        for prompt, each in zip(prompts, params, strict=True):
+            handles.append(worker.submit(prompt, each))
+            what = rng.randrange(6)
+            if what == 0:
+                rng.choice(handles).cancel()
+            elif what == 1:
+                worker.sleep("kv_cache")
+                worker.wake_up()
+            elif what == 2:
+                next(iter(rng.choice(handles)), None)
+        found = [handle.result() for handle in handles]
+        _guessed(worker.stats())
+    for out, expected in zip(found, plain, strict=True):
+        for one, other in zip(out.samples, expected.samples, strict=True):
+            count = len(one.token_ids)
+            assert one.token_ids == other.token_ids[:count]
+            assert torch.equal(torch.tensor(one.logprobs), torch.tensor(other.logprobs[:count]))
+            assert one.finish_reason in (other.finish_reason, "abort")
+            assert one.finish_reason == "abort" or count == len(other.token_ids)
 
 
 def test_aborted_requests_leave_nothing(folders: Any) -> None:
