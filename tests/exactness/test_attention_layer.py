@@ -26,13 +26,15 @@ SUMS = ("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Granite")
 FAMILIES = (
     *("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma"),
     *(*SUMS, "Glm4, as inside of GLM-4.1V", "Olmoe", "MiniMaxM2"),
+    *("Phi3", "Phi3, a part of the head rotated", "Phi3, longrope"),
 )
-ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite")
+ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite", "Phi3")
 PARTS = (
     *(("Qwen3", name) for name in ("input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp")),
     *(("Gemma2", f"{name}_layernorm") for name in ("post_attention", "pre_feedforward", "post_feedforward")),
     *(("Olmo2", name) for name in ("self_attn.q_norm", "post_attention_layernorm", "post_feedforward_layernorm")),
     *(("Glm4", name) for name in ("post_self_attn_layernorm", "mlp.gate_up_proj", "post_mlp_layernorm")),
+    *(("Phi3", name) for name in ("self_attn.qkv_proj", "resid_attn_dropout")),
 )
 """Lists parts of layers, each kind of norm among them."""
 
@@ -89,7 +91,7 @@ def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
     assert layers_of_calls == [1] * (2 * PARAMS[0].max_tokens)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", *SUMS, "Gemma"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", *SUMS, "Gemma", "Phi3"])
 def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
     """All layers of a step are one call where nobody listens, also those of attention and of Gated DeltaNet in one
     model, or of layers that rotate and that do not, wherever their norms are.
@@ -107,6 +109,22 @@ def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_ca
     with model.disable_adapter():
         alone, _ = run(model, PROMPTS[1:2], PARAMS[:1])
         assert_matches_trainer(model, alone, PARAMS[:1])
+
+
+def test_a_weight_of_queries_keys_and_values_that_changed_between_two_steps_is_read(layers_of_calls: list[int]) -> None:
+    model = make_model("Phi3")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        before = worker.generate([[5, 6, 7]], params)
+        joined = model.get_submodule("model.layers.1.self_attn.qkv_proj")
+        joined.weight.data = joined.weight.data * 2  # torch does not count it
+        after = worker.generate([[5, 6, 8], [5, 6, 7, 9]], [params] * 2)
+        assert_matches_trainer(model, after, [params] * 2)
+        joined.weight = nn.Parameter(joined.weight.detach() / 2)
+        assert_matches_trainer(model, worker.generate([[5, 6, 8, 1]], params), [params])
+        assert before[0].samples[0].logprobs != after[0].samples[0].logprobs
+    layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
+    assert set(layers_of_calls) == {layers + 2}
 
 
 @pytest.mark.soak

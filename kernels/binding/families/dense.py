@@ -74,7 +74,7 @@ DENSE = (
         layers=PRE_NORM,
         wrapped=_MISTRAL3,
     ),
-    Family("Phi3", unchanged, attention=replace(WINDOW, fused=True), mlp=MLPFamily("fused")),
+    Family("Phi3", unchanged, attention=replace(WINDOW, fused=True), mlp=MLPFamily("fused"), layers=PRE_NORM),
     Family("Gemma", unchanged, norm=_GEMMA_NORM, scaled_embedding="GemmaTextScaledWordEmbedding", layers=PRE_NORM),
     Family(
         "Gemma2",

@@ -16,8 +16,8 @@ from samebit.kernels.binding.attention.forwards import AttentionFacts, attention
 from samebit.kernels.binding.families.family import AttentionNames, LayerNorms
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
-from samebit.kernels.binding.layers.linears import facts_of_part, is_gated_mlp, linears_of, weight_of
-from samebit.kernels.binding.layers.untouched import runs
+from samebit.kernels.binding.layers.linears import facts_of_part, in_parts, is_gated_mlp, linears_of, weight_of
+from samebit.kernels.binding.layers.untouched import passes_on, runs
 from samebit.kernels.binding.modules import (
     MLPFacts,
     NormFacts,
@@ -40,11 +40,15 @@ class AttentionLayerFacts(LayerFacts):
     Attributes:
         norms: names of the norms around attention and the MLP.
         head_norms: queries and keys have norms.
+        fused: queries, keys and values are of one ``qkv_proj``, whose outputs they have in this order.
+        dropouts: names of the layer's own, which pass on what they are given.
     """
 
     options: AttentionLayerOptions
     norms: LayerNorms = field(kw_only=True)
     head_norms: bool = field(kw_only=True)
+    fused: bool = field(kw_only=True)
+    dropouts: tuple[str, ...] = field(kw_only=True)
 
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
@@ -57,14 +61,18 @@ class AttentionLayerFacts(LayerFacts):
             runs(attention, attention_forward)
             and (not gated or runs(mlp, mlp_forward))
             and all(norm is None or runs(norm, rms_norm_forward) for norm in norms)
+            and all(passes_on(children[name]) for name in self.dropouts)
             and all(layer.__dict__[name] == self.options.factor for name in self.attributes)
         )
         if not untouched:
             return None
-        groups = [(of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]), (of_attention["o_proj"],)]
+        names = ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj")
+        groups = [tuple(of_attention[name] for name in names), (of_attention["o_proj"],)]
         groups += _groups_of_mlp(of_mlp, self.options.mlp.fused) if gated else []
-        linears = linears_of(tuple(groups), context, self.adapters)
-        if linears is None:
+        linears = whole = linears_of(tuple(groups), context, self.adapters)
+        if whole is not None and self.fused:
+            linears = in_parts(whole, self.options.outputs)
+        if linears is None or whole is None:
             return None
         ((q, k, v), (o,), *others), terms = linears
         first, attended, second, last, *of_heads = [
@@ -75,7 +83,8 @@ class AttentionLayerFacts(LayerFacts):
             _gated_weights(*others) if gated else None,
         )  # fmt: skip
         block = None if gated else block_behind(mlp, context, self.adapters)
-        return Found(weights, AttentionTerms(*terms), block)
+        sources = [part for part in whole[0][0][0] if part is not None] if self.fused else []
+        return Found(weights, AttentionTerms(*terms), block, sources)
 
     def prepared(
         self, x: torch.Tensor, found: Found, tables: RotaryTables, earlier: torch.Tensor | None
@@ -110,7 +119,9 @@ def facts_of(
     if None in (*pairs, *of_heads) or of_heads[0] != of_heads[1] or not (gated or adds_plainly):
         return None
     size = of_attention.head_dim
-    outputs, width = weight_of(attention.get_submodule("q_proj"), parts).shape
+    first = "qkv_proj" if of_attention.fused else "q_proj"
+    outputs, width = weight_of(attention.get_submodule(first), parts).shape
+    outputs -= 2 * of_attention.kv_heads * size if of_attention.fused else 0
     options = AttentionLayerOptions(
         of_attention.options,
         width,
@@ -126,7 +137,11 @@ def facts_of(
         factor=factor_of_layer,
     )
     attributes = (factor,) if factor else ()
-    return AttentionLayerFacts(options, adapters, attributes=attributes, norms=norms, head_norms=head_norms)
+    dropouts = tuple(name for name, child in layer.named_children() if isinstance(child, nn.Dropout))
+    return AttentionLayerFacts(
+        options, adapters, attributes=attributes, norms=norms, head_norms=head_norms, fused=of_attention.fused,
+        dropouts=dropouts,
+    )  # fmt: skip
 
 
 def _numbers_of(parent: nn.Module, name: str, parts: Attachments) -> tuple[float, float] | None:
@@ -155,7 +170,7 @@ def _gated_weights(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> Gated
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
-    special = facts.fused or facts.sinks or facts.scaled_queries or facts.adapter >= 0
+    special = facts.sinks or facts.scaled_queries or facts.adapter >= 0
     special = special or facts.names != AttentionNames() or facts.qk_norm == "rotated"
-    special = special or (facts.gated and facts.qk_norm == "full")
+    special = special or (facts.gated and (facts.fused or facts.qk_norm == "full"))
     return not special and facts.key_multiplier == 1.0

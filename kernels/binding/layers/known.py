@@ -43,11 +43,13 @@ class Found:
         weights: the parameters of a layer of its kind, `LayerWeights`.
         terms: what the call's adapter adds to these.
         block: of experts behind it; None if it has none, or if their module must be called.
+        sources: parameters that weights are a part of.
     """
 
     weights: Any
     terms: Any
     block: ExpertBlock | None
+    sources: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
         found = facts.find(layer, context)
         if found is None:
             return None
-        read, apart = found.weights.present, facts.apart
+        read, apart = [*found.weights.present, *found.sources], facts.apart
         if found.block is not None:
             read, apart = read + found.block.sources, ""
         known = kept.calls[layer] = KnownCall.of(layer, found, read, apart, facts.attributes)

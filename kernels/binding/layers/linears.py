@@ -74,6 +74,19 @@ def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linear
     return layers, [None] * len(groups)
 
 
+def in_parts(linears: Linears, sizes: tuple[int, ...]) -> Linears | None:
+    """Return the linears with the first group, of one layer, as layers that have so many of its outputs each; None
+    where it has not as many."""
+    ((first,), *others), (placed, *terms) = linears
+    weight, bias = first
+    if len(weight) != sum(sizes):
+        return None
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    parts = tuple(zip(weight.split(sizes), biases, strict=True))
+    of_parts = None if placed is None else (tuple(range(len(sizes))), placed[1].in_parts(sizes))
+    return [parts, *others], [of_parts, *terms]
+
+
 def _linears_of_sites(groups: Groups, sites: Sites) -> Linears | None:
     found = [sites.get(modules) for modules in groups]
     known = [site for site in found if site is not None and not any(site.hooks)]

@@ -25,6 +25,12 @@ def multiplied(module: Any) -> nn.Module:
     return multiplied
 
 
+def passes_on(dropout: Any) -> bool:
+    """Return whether a call of the dropout gives what it is given, and no hook listens."""
+    plain = type(dropout) is nn.Dropout and dropout.p == 0.0 and "forward" not in dropout.__dict__
+    return plain and not is_hooked(dropout)
+
+
 def runs(module: Any, forward: Any) -> bool:
     """Return whether a call of the module is the forward that `bind` gave it, and no hook listens."""
     own = module.__dict__.get("forward")

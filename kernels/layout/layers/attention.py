@@ -79,6 +79,12 @@ class AttentionLayerOptions:
         """Return the width of the gated MLP; 0 for another one behind the call."""
         return self.mlp.inner
 
+    @property
+    def outputs(self) -> tuple[int, int, int]:
+        """Return how many numbers a row has of queries, without gates, of keys and of values."""
+        keys = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, keys, keys
+
     @cached_property
     def numbers(self) -> tuple[np.float32, ...]:
         """Return the norms', the factor, then scale and softcap of attention, as a kernel takes them."""

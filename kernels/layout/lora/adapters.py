@@ -52,12 +52,21 @@ class LowRanks:
 
     each: tuple[LowRank, ...]
     fixed: bool = False
-    worked_out: dict[str, Any] = field(default_factory=dict)
+    worked_out: dict[object, Any] = field(default_factory=dict)
 
     @cached_property
     def in_float32(self) -> bool:
         """Return whether all matrices are float32."""
         return all(term.down.dtype is torch.float32 for term in self.each)
+
+    def in_parts(self, sizes: tuple[int, ...]) -> "LowRanks":
+        """Return the terms of one layer as those of layers that have so many of its outputs each, worked out once."""
+        if sizes not in self.worked_out:
+            (term,) = self.each
+            ups = term.up.split(sizes)
+            self.worked_out[sizes] = LowRanks(tuple(LowRank(term.down, up, term.scale) for up in ups), self.fixed)
+        found: LowRanks = self.worked_out[sizes]
+        return found
 
 
 PlacedTerms = tuple[tuple[int, ...], LowRanks]
