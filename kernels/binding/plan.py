@@ -163,7 +163,7 @@ class Plan:
             return facts_of_delta
         if self.latent is not None:
             return facts_of_latent
-        return partial(facts_of, norms=norms, factor=self.family.layers.factor)
+        return partial(facts_of, family=self.family.layers, norms=norms)
 
     def _is_decoder(self, module: nn.Module) -> bool:
         return self.family.is_decoder(type(module).__name__)

@@ -209,11 +209,12 @@ def test_a_forward_that_is_replaced_between_two_steps_runs_from_then_on() -> Non
     assert heard
 
 
-def test_a_factor_of_a_layer_that_changed_between_two_steps_counts() -> None:
+@pytest.mark.parametrize(("family", "part"), [("Granite", "mlp"), ("GraniteMoeShared", "shared_mlp")])
+def test_a_factor_of_a_layer_that_changed_between_two_steps_counts(family: str, part: str) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
 
     def sampled(factor: float, *names: str) -> list[RequestOutput]:
-        model = make_model("Granite")
+        model = make_model(family)
         layer = model.get_submodule("model.layers.1")
         config = RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)
         with listening(model, [], *names), RolloutWorker(model, config=config) as worker:
@@ -221,5 +222,5 @@ def test_a_factor_of_a_layer_that_changed_between_two_steps_counts() -> None:
             return worker.generate([[5, 6, 7]], params)
 
     at_once = sampled(0.25)
-    assert_same_samples(sampled(0.25, "model.layers.1.mlp"), at_once)
+    assert_same_samples(sampled(0.25, f"model.layers.1.{part}"), at_once)
     assert at_once[0].samples[0].logprobs[1:] != sampled(0.5)[0].samples[0].logprobs[1:]

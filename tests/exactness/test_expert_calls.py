@@ -28,7 +28,8 @@ FAMILIES = (
     "Glm4Moe",
     "Qwen3Next",
     "DeepseekV2",
-    *(("Qwen2Moe", "Dots1", "SolarOpen", "Ernie4_5_Moe") if CAMPAIGN else ()),
+    "GraniteMoeShared",
+    *(("GraniteMoe", "Qwen2Moe", "Dots1", "SolarOpen", "Ernie4_5_Moe") if CAMPAIGN else ()),
 )
 SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"
 
@@ -49,9 +50,14 @@ def blocks_in_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+def routers_of(model: nn.Module) -> list[str]:
+    """Return the names of the routers."""
+    return [name for name, _ in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.router"))]
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the names of the blocks of experts."""
-    return [name.removesuffix(".gate") for name, _ in model.named_modules() if name.endswith(".mlp.gate")]
+    return [name.rpartition(".")[0] for name in routers_of(model)]
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
@@ -62,7 +68,7 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert max(blocks_in_calls) > 16  # both kinds of matrix products
     assert_matches_trainer(model, at_once, PARAMS)
     blocks_in_calls.clear()
-    again = one_by_one(model, PROMPTS, PARAMS, *(f"{name}.gate" for name in blocks_of(model)))
+    again = one_by_one(model, PROMPTS, PARAMS, *routers_of(model))
     assert not blocks_in_calls
     assert_same_samples(again, at_once)
 
@@ -72,14 +78,14 @@ def test_one_call_takes_routers_in_float32(family: str, blocks_in_calls: list[in
     """Loading keeps the routers of some classes in float32, whatever the dtype of the model is."""
     model = make_model(family, torch.bfloat16)
     of_float32 = make_model(family).state_dict()
-    for name in (f"{name}.gate.weight" for name in blocks_of(model)):
+    for name in (f"{name}.weight" for name in routers_of(model)):
         model.get_parameter(name).data = of_float32[name]
     at_once, _ = run(bind(model), PROMPTS, PARAMS)
     assert min(blocks_in_calls) <= 2
     assert max(blocks_in_calls) > 16
     assert_matches_trainer(model, at_once, PARAMS)
     blocks_in_calls.clear()
-    again = one_by_one(model, PROMPTS, PARAMS, *(f"{name}.gate" for name in blocks_of(model)))
+    again = one_by_one(model, PROMPTS, PARAMS, *routers_of(model))
     assert not blocks_in_calls
     assert_same_samples(again, at_once)
 
@@ -93,6 +99,18 @@ def test_who_listens_to_a_part_of_a_block_hears_each_call(part: str, blocks_in_c
         run(model, PROMPTS[1:2], PARAMS[:1])
     assert len(heard) == PARAMS[0].max_tokens
     assert len(blocks_in_calls) == PARAMS[0].max_tokens * len(others)
+
+
+@pytest.mark.parametrize(
+    "part", ["block_sparse_moe", "block_sparse_moe.router", "shared_mlp", "shared_mlp.input_linear"]
+)
+def test_who_listens_beside_a_block_hears_each_call(part: str, blocks_in_calls: list[int]) -> None:
+    model = bound_model("GraniteMoeShared")
+    at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
+    blocks_in_calls.clear()
+    again = one_by_one(model, PROMPTS[1:2], PARAMS[:1], f"model.layers.0.{part}")
+    assert len(blocks_in_calls) == PARAMS[0].max_tokens  # those of the other layer
+    assert_same_samples(again, at_once)
 
 
 def test_who_asks_for_the_experts_of_a_token_has_the_routers_called(blocks_in_calls: list[int]) -> None:
@@ -121,6 +139,19 @@ def test_a_call_that_is_found_again_sees_what_changed_meanwhile(blocks_in_calls:
         router.e_score_correction_bias = torch.randn_like(router.get_buffer("e_score_correction_bias"))
         assert_matches_trainer(model, worker.generate([[25, 26, 27]], params), [params])
     assert blocks_in_calls
+
+
+def test_a_weight_of_gate_and_up_that_changed_between_two_steps_is_read(blocks_in_calls: list[int]) -> None:
+    model = make_model("GraniteMoeShared")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        worker.generate([[5, 6, 7]], params)
+        joined = model.get_submodule("model.layers.1.shared_mlp.input_linear")
+        joined.weight.data = joined.weight.data * 2  # torch does not count it
+        assert_matches_trainer(model, worker.generate([[15, 16, 17]], params), [params])
+        joined.weight = nn.Parameter(joined.weight.detach() / 3)
+        assert_matches_trainer(model, worker.generate([[25, 26, 27]], params), [params])
+    assert len(blocks_in_calls) == 2 * 3 * params.max_tokens
 
 
 def test_what_a_call_was_made_of_is_not_found_again_with_another_correction() -> None:

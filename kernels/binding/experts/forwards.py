@@ -80,9 +80,8 @@ class BlockFacts:
 
     @property
     def plain(self) -> bool:
-        """Return whether it is a router with all it reads, experts in a module, and what is shared, and its result is
-        their sum."""
-        return self.linears is None and not (self.latent or self.returns_weights or self.correction)
+        """Return whether it is a router with all it reads, experts, and what is shared, and its result is their sum."""
+        return not (self.latent or self.returns_weights or self.correction)
 
 
 def router_forward(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from samebit.kernels.binding.epilogue import scaled_down, soft_capped, unchanged
 from samebit.kernels.binding.families.family import (
+    MULTIPLIED,
     PRE_NORM,
     RELEASE,
     WINDOW,
@@ -112,11 +113,7 @@ DENSE = (
         layers=_POST_NORM,
     ),
     Family("StableLm", unchanged),
-    Family(
-        "Granite",
-        scaled_down,
-        layers=replace(PRE_NORM, factor="residual_multiplier", embedding_factor="embedding_multiplier"),
-    ),
+    Family("Granite", scaled_down, layers=MULTIPLIED),
     Family("SeedOss", unchanged, layers=PRE_NORM),
     Family(
         "SmolLM3",

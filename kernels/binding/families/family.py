@@ -189,6 +189,8 @@ class LayerFamily:
         required: a layer type without which Hugging Face can not run the family, if there is one.
         norms: of layers of which each is one call in a rollout, in a decoder that embeds, runs them, and a last norm;
             None for other layers.
+        mlp: a layer's module for its MLP or its block of experts.
+        beside: its MLP that computes every row beside a block of experts, where a layer has one; empty for none.
         factor: attribute of a layer, a factor on what it adds; empty for none.
         embedding_factor: attribute of the decoder, a factor on the embeddings that the first layer takes; likewise.
         masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
@@ -201,6 +203,8 @@ class LayerFamily:
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
     required: str = ""
     norms: LayerNorms | None = None
+    mlp: str = "mlp"
+    beside: str = ""
     factor: str = ""
     embedding_factor: str = ""
     masks_since: tuple[int, int] = (5, 13)
@@ -215,6 +219,9 @@ class LayerFamily:
 
 PRE_NORM = LayerFamily(norms=LayerNorms())
 """Llama's kind of layers."""
+
+MULTIPLIED = replace(PRE_NORM, factor="residual_multiplier", embedding_factor="embedding_multiplier")
+"""Granite's kind of layers."""
 
 WINDOW = AttentionFamily(window_of_all=True)
 """Mistral's kind of attention."""

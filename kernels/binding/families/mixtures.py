@@ -14,6 +14,7 @@ from samebit.kernels.binding.families.expert_family import (
     SharedExperts,
 )
 from samebit.kernels.binding.families.family import (
+    MULTIPLIED,
     PRE_NORM,
     RELEASE,
     WINDOW,
@@ -31,6 +32,8 @@ GRANITE = ExpertFamily(
     router=Router("router", ("TopKGating", "TopKRouter"), logits_last=RELEASE < (5, 21)),
 )
 """Granite's kind, also in layers beside Mamba's."""
+
+_GRANITE_LAYERS = replace(MULTIPLIED, mlp="block_sparse_moe")
 
 MIXTURES = (
     Family("Qwen2Moe", unchanged, experts=replace(SOFTMAX, shared=GATED_SHARED), layers=PRE_NORM),
@@ -62,8 +65,14 @@ MIXTURES = (
         experts=ExpertFamily("SparseMoeBlock", "sigmoid", router=Router(handed=True), normalised=True),
         layers=PRE_NORM,
     ),
-    Family("GraniteMoe", scaled_down, experts=GRANITE),
-    Family("GraniteMoeShared", scaled_down, mlp=MLPFamily("input_linear"), experts=GRANITE),
+    Family("GraniteMoe", scaled_down, experts=GRANITE, layers=_GRANITE_LAYERS),
+    Family(
+        "GraniteMoeShared",
+        scaled_down,
+        mlp=MLPFamily("input_linear"),
+        experts=GRANITE,
+        layers=replace(_GRANITE_LAYERS, beside="shared_mlp"),
+    ),
     Family(
         "Ernie4_5_Moe",
         unchanged,

@@ -1,8 +1,8 @@
 """Compute a decoder layer of attention in one call.
 
 `Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, or norms of
-what is added, or both. A gated MLP is in the call; routed experts are a call of their module behind it. What each part
-computes stands in the facts that `bind` gave to its module; here they are put together.
+what is added, or both, or a factor on that. A gated MLP is in the call; routed experts are a call of their module
+behind it. What each part computes stands in the facts that `bind` gave to its module; here they are put together.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from torch import nn
 
 from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.attention.forwards import AttentionFacts, attention_forward
-from samebit.kernels.binding.families.family import AttentionNames, LayerNorms
+from samebit.kernels.binding.families.family import AttentionNames, LayerFamily, LayerNorms
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, in_parts, is_gated_mlp, linears_of, weight_of
@@ -38,25 +38,40 @@ class AttentionLayerFacts(LayerFacts):
     """Holds the facts of a layer of attention.
 
     Attributes:
+        family: names of its modules.
         norms: names of the norms around attention and the MLP.
-        head_norms: queries and keys have norms.
-        fused: queries, keys and values are of one ``qkv_proj``, whose outputs they have in this order.
+        attention: of its attention.
         dropouts: names of the layer's own, which pass on what they are given.
     """
 
     options: AttentionLayerOptions
+    family: LayerFamily = field(kw_only=True)
     norms: LayerNorms = field(kw_only=True)
-    head_norms: bool = field(kw_only=True)
-    fused: bool = field(kw_only=True)
+    attention: AttentionFacts = field(kw_only=True)
     dropouts: tuple[str, ...] = field(kw_only=True)
+
+    @property
+    def apart(self) -> str:
+        """Implement `known.LayerFacts`."""
+        return "" if self.options.inner else self.family.mlp
+
+    def added_behind(self, layer: Any, x: torch.Tensor | None) -> torch.Tensor:
+        """Implement `known.LayerFacts`."""
+        added, beside = super().added_behind(layer, x), self._beside(layer)
+        added = added if beside is None else added + beside(x)
+        return added * self.options.factor if self.attributes else added
+
+    def _beside(self, layer: Any) -> Any:
+        """Return the MLP that computes every row beside a block of experts; None without."""
+        return layer._modules.get(self.family.beside) if self.family.beside else None
 
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
         children, gated = layer._modules, self.options.inner > 0
-        attention, mlp = children["self_attn"], children["mlp"]
+        attention, mlp, facts = children["self_attn"], children[self.family.mlp], self.attention
         of_attention, of_mlp = attention._modules, mlp._modules
         norms = [children[name] if name else None for name in self.norms.names]
-        norms += [of_attention["q_norm"], of_attention["k_norm"]] if self.head_norms else [None, None]
+        norms += [None if facts.qk_norm == "none" else of_attention[name] for name in facts.names.norms]
         untouched = (
             runs(attention, attention_forward)
             and (not gated or runs(mlp, mlp_forward))
@@ -66,11 +81,11 @@ class AttentionLayerFacts(LayerFacts):
         )
         if not untouched:
             return None
-        names = ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj")
-        groups = [tuple(of_attention[name] for name in names), (of_attention["o_proj"],)]
+        names = ("qkv_proj",) if facts.fused else ("q_proj", "k_proj", "v_proj")
+        groups = [tuple(of_attention[name] for name in names), (of_attention[facts.names.out],)]
         groups += _groups_of_mlp(of_mlp, self.options.mlp.fused) if gated else []
         linears = whole = linears_of(tuple(groups), context, self.adapters)
-        if whole is not None and self.fused:
+        if whole is not None and facts.fused:
             linears = in_parts(whole, self.options.outputs)
         if linears is None or whole is None:
             return None
@@ -82,8 +97,8 @@ class AttentionLayerFacts(LayerFacts):
             (first, attended, second, last), (of_heads[0], of_heads[1]), (q, k, v), o,
             _gated_weights(*others) if gated else None,
         )  # fmt: skip
-        block = None if gated else block_behind(mlp, context, self.adapters)
-        sources = [part for part in whole[0][0][0] if part is not None] if self.fused else []
+        block = None if gated else block_behind(mlp, context, self.adapters, self._beside(layer), self.options.factor)
+        sources = [part for part in whole[0][0][0] if part is not None] if facts.fused else []
         return Found(weights, AttentionTerms(*terms), block, sources)
 
     def prepared(
@@ -94,29 +109,28 @@ class AttentionLayerFacts(LayerFacts):
 
 
 def facts_of(
-    layer: nn.Module, parts: Attachments, adapters: bool, norms: LayerNorms, factor: str
+    layer: nn.Module, parts: Attachments, adapters: bool, family: LayerFamily, norms: LayerNorms
 ) -> AttentionLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
-        layer: as transformers has it, with ``self_attn``, ``mlp`` and norms around them.
+        layer: as transformers has it, with ``self_attn``, an MLP and norms around them.
         parts: what `bind` gives to each module.
         adapters: of peft are in the model.
-        norms: their names.
-        factor: the layer's attribute for a factor on what it adds; empty for none.
+        family: names of its modules.
+        norms: those of its norms.
     """
-    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule(family.mlp)
     of_attention, of_mlp = (facts_of_part(module, parts) for module in (attention, mlp))
     if not isinstance(of_attention, AttentionFacts):
         return None
     if not _is_plain_attention(of_attention) or "forward" in vars(layer):
         return None
-    head_norms, gated = of_attention.qk_norm != "none", is_gated_mlp(of_mlp)
+    head_norms, gated, factor = of_attention.qk_norm != "none", is_gated_mlp(of_mlp), family.factor
     pairs = [_numbers_of(layer, name, parts) for name in norms.names]
     of_heads = [_numbers_of(attention, name if head_norms else "", parts) for name in of_attention.names.norms]
     factor_of_layer = vars(layer)[factor] if factor else 1.0
-    adds_plainly = factor_of_layer == 1.0 and not norms.after_mlp
-    if None in (*pairs, *of_heads) or of_heads[0] != of_heads[1] or not (gated or adds_plainly):
+    if None in (*pairs, *of_heads) or of_heads[0] != of_heads[1] or (norms.after_mlp and not gated):
         return None
     size = of_attention.head_dim
     first = "qkv_proj" if of_attention.fused else "q_proj"
@@ -139,7 +153,7 @@ def facts_of(
     attributes = (factor,) if factor else ()
     dropouts = tuple(name for name, child in layer.named_children() if isinstance(child, nn.Dropout))
     return AttentionLayerFacts(
-        options, adapters, attributes=attributes, norms=norms, head_norms=head_norms, fused=of_attention.fused,
+        options, adapters, attributes=attributes, family=family, norms=norms, attention=of_attention,
         dropouts=dropouts,
     )  # fmt: skip
 

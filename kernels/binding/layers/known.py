@@ -74,6 +74,11 @@ class LayerFacts(ABC):
         for none."""
         return "" if self.options.inner else "mlp"
 
+    def added_behind(self, layer: Any, x: torch.Tensor | None) -> torch.Tensor:
+        """Return what the layer adds to the call's result, by calls of modules of the other one that the call has."""
+        added: torch.Tensor = layer.get_submodule(self.apart)(x)
+        return added
+
     @abstractmethod
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Return what the call reads; None where a call of the layer's modules does more than compute with it."""

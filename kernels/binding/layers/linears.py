@@ -49,6 +49,11 @@ def is_plain_mlp(facts: Any) -> bool:
     return plain and facts.activation in SILU and facts.names == PROJECTIONS
 
 
+def is_fused_mlp(facts: Any) -> bool:
+    """Return whether these are the facts of a gated MLP with silu, of an ``input_linear`` and an ``output_linear``."""
+    return isinstance(facts, MLPFacts) and facts.form == "input_linear" and facts.activation in SILU
+
+
 def is_gated_mlp(facts: Any) -> bool:
     """Return whether these are the facts of a gated MLP of any such activation, its gate and up perhaps one layer."""
     if not isinstance(facts, MLPFacts) or facts.activation not in IN_KERNELS or facts.adapter >= 0:

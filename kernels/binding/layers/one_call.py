@@ -124,5 +124,5 @@ def _computed(calls: list[_Prepared], x: torch.Tensor) -> torch.Tensor:
         angles += [tables] * (len(together) - len(angles))
         if together[-1].apart:
             inside, behind = run_layers(x, together, angles)
-            x, together, angles = inside + layer.get_submodule(facts.apart)(behind), [], []
+            x, together, angles = inside + facts.added_behind(layer, behind), [], []
     return run_layers(x, together, angles)[0] if together else x

@@ -1,5 +1,5 @@
 """Compute a block of routed experts in one call, behind that of a decoder layer, for the steps of a rollout on the CPU:
-router, choice, experts, the experts that compute every row with their gate, and the sum with the residual.
+router, choice, experts, the experts that compute every row with their gate, a factor, and the sum with the residual.
 
 Invariant: an element is computed by the parts and kernels that the operations of the block's modules run, in their
 order, and rounded where they round. So a block has the bits of its modules' own calls, which training makes.
@@ -78,10 +78,11 @@ class Rooms(NamedTuple):
 
 _WEIGHTS = 15
 _OTHER_SIZES = SIZES - 1
-_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 2 + RULE}q" + "f4x" * 4)
+_NUMBERS = 5
+_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 2 + RULE}q" + "f4x" * _NUMBERS)
 """Lays out a block's record: the addresses of `BlockWeights.flat`, 0 for what it does not have, `one_call.Sizes` but
 for the rows, `one_call.ExpertKernels`, F, whether the router is float32, `routing.Rule` but for scale and floor; these,
-limit and alpha."""
+limit and alpha, and the factor on the sum."""
 
 _SIZES_AT = 8 * _WEIGHTS
 _KERNELS_AT = _SIZES_AT + 8 * _OTHER_SIZES
@@ -143,10 +144,11 @@ def _route(
 
 @kernel_part
 def _add_part(
-    part: int, x_at: int, routed_at: int, every_row_at: int, gates_at: int, rows: int, width: int, out_at: int,
-    kind: Any,
+    part: int, x_at: int, routed_at: int, every_row_at: int, gates_at: int, factor: Any, rows: int, width: int,
+    out_at: int, kind: Any,
 ) -> None:  # fmt: skip
-    """Write a share of the sums: what experts give, what those of every row give, weighted, and the residual."""
+    """Write a share of the sums: what experts give, what those of every row give, weighted, and, times a factor, the
+    residual."""
     x, out = elements(x_at, rows * width, kind), elements(out_at, rows * width, kind)
     routed, every_row = elements(routed_at, rows * width, kind), elements(every_row_at, rows * width, kind)
     gates = elements(gates_at, rows, kind)
@@ -154,10 +156,13 @@ def _add_part(
         first, last = row * width, (row + 1) * width
         residual, total, to = x[first:last], routed[first:last], out[first:last]
         if every_row_at:
-            added, factor = every_row[first:last], sigmoid(widen(gates[row])) if gates_at else _ONE
+            added, gate = every_row[first:last], sigmoid(widen(gates[row])) if gates_at else _ONE
             for i in range(width):
-                other = narrow(factor * widen(added[i]), total[i])
+                other = narrow(gate * widen(added[i]), total[i])
                 total[i] = narrow(widen(total[i]) + widen(other), total[i])
+        if factor != _ONE:
+            for i in range(width):
+                total[i] = narrow(widen(total[i]) * factor, total[i])
         for i in range(width):
             to[i] = narrow(widen(residual[i]) + widen(total[i]), to[i])
 
@@ -176,7 +181,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         (up, up_bias, down, down_bias), (gate, gate_bias) = weights[0:4], weights[10:12]
         sizes = Sizes(rows, *read(at + _SIZES_AT, _OTHER_SIZES, no))
         (inner, in_float32), width = read(at + _SHARED_AT, 2, no), sizes.width
-        scale, floor, limit, alpha = read(at + _NUMBERS_AT, 4, _FLOAT)
+        scale, floor, limit, alpha, factor = read(at + _NUMBERS_AT, _NUMBERS, _FLOAT)
         rooms = _rooms(sizes, inner, itemsize, call.room)
         _route(
             threads, x, weights[12:15], in_float32, sizes, Rule(scale, floor, *read(at + _RULE_AT, RULE, no)), rooms,
@@ -196,7 +201,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             multiply(threads, x, width, rows, width, (gate, gate_bias, 1, gates, *NO_OTHERS), kind)
         share_out(
             _add_part, ROW_PARTS, shared(rows * width, threads),
-            (call.x, rooms.routed, every_row, gates, rows, width, call.out, kind),
+            (call.x, rooms.routed, every_row, gates, factor, rows, width, call.out, kind),
         )  # fmt: skip
 
     made: Callable[..., None] = block
@@ -240,6 +245,7 @@ def _call(weights: BlockWeights, options: BlockOptions, dtype: torch.dtype) -> L
     numbers = (
         *weights.addresses, *sizes[1:], *expert_kernels(experts, dtype), options.shared,
         weights.router[0].dtype is torch.float32, *rule, scale, floor, *constants_of(experts),
+        np.float32(options.factor),
     )  # fmt: skip
     itemsize = dtype.itemsize
     of_row = 4 * (number + 2 * routing.top_k + width) + (2 * width + 1 + 3 * options.shared) * itemsize

@@ -46,6 +46,7 @@ class BlockOptions:
         number: E.
         inner: I.
         shared: F; 0 without.
+        factor: on what the block gives.
     """
 
     routing: RoutingOptions
@@ -54,6 +55,7 @@ class BlockOptions:
     number: int
     inner: int
     shared: int
+    factor: float = 1.0
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
