@@ -29,6 +29,7 @@ FAMILIES = (
     "Qwen3Next",
     "DeepseekV2",
     "GraniteMoeShared",
+    "HunYuanMoEV1",
     *(("GraniteMoe", "Qwen2Moe", "Dots1", "SolarOpen", "Ernie4_5_Moe") if CAMPAIGN else ()),
 )
 SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"

@@ -128,7 +128,7 @@ DENSE = (
         attention=AttentionFamily("head", rotation=RotationFamily(windows_alone=True)),
         layers=_POST_NORM,
     ),
-    Family("HunYuanDenseV1", unchanged, attention=HUNYUANS),
+    Family("HunYuanDenseV1", unchanged, attention=HUNYUANS, layers=PRE_NORM),
     Family("Glm", unchanged, attention=_NEIGHBOURS, mlp=MLPFamily("fused"), layers=PRE_NORM),
     Family(
         "Glm4",

@@ -91,6 +91,7 @@ MIXTURES = (
             normalised=True,
             shared=SharedExperts("shared_mlp"),
         ),
+        layers=PRE_NORM,
     ),
     Family(
         "GptOss",

@@ -13,7 +13,7 @@ from torch import nn
 
 from samebit.kernels.binding.attached import Attachments
 from samebit.kernels.binding.attention.forwards import AttentionFacts, attention_forward
-from samebit.kernels.binding.families.family import AttentionNames, LayerFamily, LayerNorms
+from samebit.kernels.binding.families.family import LayerFamily, LayerNorms
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, in_parts, is_gated_mlp, linears_of, weight_of
@@ -147,7 +147,7 @@ def facts_of(
         tuple(pair for pair in (*pairs, of_heads[0]) if pair is not None),
         rotated=of_attention.rotation != "none",
         neighbours=of_attention.rotation == "neighbours",
-        norms_of_all=of_attention.qk_norm == "full",
+        head_norms=of_attention.qk_norm,
         factor=factor_of_layer,
     )
     attributes = (factor,) if factor else ()
@@ -185,6 +185,6 @@ def _gated_weights(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> Gated
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
     special = facts.sinks or facts.scaled_queries or facts.adapter >= 0
-    special = special or facts.names != AttentionNames() or facts.qk_norm == "rotated"
     special = special or (facts.gated and (facts.fused or facts.qk_norm == "full"))
+    special = special or (facts.qk_norm == "rotated" and facts.rotation == "neighbours")
     return not special and facts.key_multiplier == 1.0

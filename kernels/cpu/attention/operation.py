@@ -73,11 +73,11 @@ def attention_of_unrotated(
 def _weights(norms: HeadNorms | None, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return what `write_pages.rotate_and_write` normalises with, whose addresses ``norms`` holds."""
     if norms is None:
-        return 0, kind_of(dtype), 0, kind_of(dtype), _ZERO, _ZERO
+        return 0, kind_of(dtype), 0, kind_of(dtype), _ZERO, _ZERO, 0
     queries, keys, eps, offset = norms
     return (
         queries.data_ptr(), kind_of(queries.dtype), keys.data_ptr(), kind_of(keys.dtype), np.float32(offset),
-        np.float32(eps),
+        np.float32(eps), 0,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def _rotate_and_write(
         sizes: T, heads of queries and of keys, D, angles, B; and whether elements that are rotated together stand side
             by side, which lie in halves then.
         norms: addresses of the weights that queries and keys are normalised with (0 for none), a number of their type
-            behind each; offset and eps.
+            behind each; offset and eps; above 0 where what is rotated is normalised, not what is to be.
         block_of_row: where each row's key and value go, with ``offset_of_row``.
         offset_of_row: see there.
         kind: a number of the elements' type.
@@ -82,7 +82,7 @@ def _rotate_and_write_part(
     part: int, parts: int, tensors: Any, sizes: Any, norms: Any, block_of_row: Any, offset_of_row: Any, kind: Any
 ) -> None:
     rows, heads, kv_heads, head_dim, half, block_size, neighbours = sizes
-    queries_at, kind_of_queries, keys_at, kind_of_keys, offset, eps = norms
+    queries_at, kind_of_queries, keys_at, kind_of_keys, offset, eps, behind = norms
     of_queries = elements(queries_at, head_dim if queries_at else 0, kind_of_queries)
     of_keys = elements(keys_at, head_dim if keys_at else 0, kind_of_keys)
     q, k, v = elements(tensors[0], NO_END, kind), elements(tensors[1], NO_END, kind), elements(tensors[2], NO_END, kind)
@@ -95,26 +95,29 @@ def _rotate_and_write_part(
         along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
         for at in range(row * heads * head_dim, (row + 1) * heads * head_dim, head_dim):
             _turn(
-                q[at : at + head_dim], of_queries, offset, eps, neighbours, along, across, normed, lanes,
+                q[at : at + head_dim], of_queries, offset, eps, behind, neighbours, along, across, normed, lanes,
                 out[at : at + head_dim],
             )  # fmt: skip
         for head in range(kv_heads):
             at = (row * kv_heads + head) * head_dim
-            _turn(k[at : at + head_dim], of_keys, offset, eps, neighbours, along, across, normed, lanes, key)
+            _turn(k[at : at + head_dim], of_keys, offset, eps, behind, neighbours, along, across, normed, lanes, key)
             page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
             _put(key, v[at : at + head_dim], page, offset_of_row[row], block_size, pages)
 
 
 @inlined_part
 def _turn(
-    x: Any, weight: Any, offset: Any, eps: Any, neighbours: Any, cos: Any, sin: Any, normed: Any, lanes: Any, out: Any
-) -> None:
-    """Rotate a head, and normalise it before where there is a weight."""
-    if len(weight) > 0:
+    x: Any, weight: Any, offset: Any, eps: Any, behind: int, neighbours: Any, cos: Any, sin: Any, normed: Any,
+    lanes: Any, out: Any,
+) -> None:  # fmt: skip
+    """Rotate a head; where there is a weight, normalise it before, or ``behind`` that."""
+    if len(weight) > 0 and behind == 0:
         rms_norm_row(x, weight, offset, eps, lanes, normed)
         _rotate(normed, neighbours, cos, sin, out)
     else:
         _rotate(x, neighbours, cos, sin, out)
+    if len(weight) > 0 and behind > 0:
+        rms_norm_row(out, weight, offset, eps, lanes, out)
 
 
 @inlined_part

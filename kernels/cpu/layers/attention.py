@@ -41,19 +41,20 @@ from samebit.kernels.cpu.layers.terms import (
 )
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
-from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
+from samebit.kernels.layout.layers.attention import HEAD_NORMS, AttentionLayerOptions, AttentionTerms, AttentionWeights
 from samebit.kernels.layout.layers.call import LayerCall
 
 _rotate_and_write, _sigmoid = rotate_and_write.part, sigmoid_rows.part
 
 _FLOAT = np.float32(0)
+_FULL, _ROTATED = HEAD_NORMS.index("full"), HEAD_NORMS.index("rotated")
 
 
 class Sizes(NamedTuple):
     """Holds the address of the layer's pages and their number, W, heads of queries and of keys, D, F (0 for another
     MLP), whether queries have gates, how many tokens a token sees (0 for all), whether queries and keys are
-    rotated, whether elements that are rotated together stand side by side, and whether norms of queries and keys are of
-    all heads together."""
+    rotated, whether elements that are rotated together stand side by side, and the place of what the norms of queries
+    and keys are among `HEAD_NORMS`."""
 
     pages: int
     num_blocks: int
@@ -66,7 +67,7 @@ class Sizes(NamedTuple):
     window: int
     rotated: int
     neighbours: int
-    norms_of_all: int
+    head_norms: int
 
 
 class Numbers(NamedTuple):
@@ -119,14 +120,14 @@ def _rooms(sizes: Any, rows: int, room: int, itemsize: int) -> Any:
     v = k + whole_lines(rows * keys) * itemsize
     rotated = v + whole_lines(rows * keys) * itemsize
     raw = rotated + whole_lines(rows * heads) * itemsize
-    of_mlp = raw + whole_lines(rows * (2 * heads * sizes.gated + keys * sizes.norms_of_all)) * itemsize
+    of_mlp = raw + whole_lines(rows * (2 * heads * sizes.gated + keys * (sizes.head_norms == _FULL))) * itemsize
     return Rooms(room, q, k, v, rotated, raw, of_mlp)
 
 
 def _room_of(options: AttentionLayerOptions, itemsize: int) -> tuple[int, int]:
     """Return the bytes of `_rooms` and of the MLP's, those of each row and those of the layer."""
     heads, keys = options.heads * options.head_dim, options.kv_heads * options.head_dim
-    raw = 2 * heads * options.gated + keys * options.norms_of_all
+    raw = 2 * heads * options.gated + keys * (options.head_norms == "full")
     of_row = options.width + heads + keys + keys + heads + raw  # in the order of `Rooms`
     of_mlp = 3 * options.inner + options.width
     return (of_row + of_mlp) * itemsize, (len(Rooms._fields) - 1 + ROOMS_OF_MLP) * LANES * itemsize
@@ -163,7 +164,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         rooms = _rooms(sizes, rows, call.room, itemsize)
         first, first_heads = (rooms.raw, 2 * heads) if sizes.gated > 0 else (rooms.q, heads)
         keys, source = rooms.k, call.x
-        if sizes.norms_of_all > 0:
+        if sizes.head_norms == _FULL:
             first, keys = rooms.rotated, rooms.raw
         if first_norm:
             source = rooms.normed
@@ -178,7 +179,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             share_out(
                 _split, ROW_PARTS, shared(rows * heads, threads), (rooms.raw, rooms.q, rows * sizes.heads, dim, kind)
             )  # fmt: skip
-        if sizes.norms_of_all > 0:
+        if sizes.head_norms == _FULL:
             normed(threads, first, _norm(q_norm, at, 4), rows, heads, rooms.q, kind)
             normed(threads, keys, _norm(k_norm, at, 4), rows, kv_heads, rooms.k, kind)
             q_norm = k_norm = no
@@ -186,7 +187,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         _rotate_and_write(
             threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, step.angles * sizes.rotated, step.block_size, sizes.neighbours),
-            (q_norm, kind, k_norm, kind, of_heads.offset, of_heads.eps),
+            (q_norm, kind, k_norm, kind, of_heads.offset, of_heads.eps, np.int64(sizes.head_norms == _ROTATED)),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
         attended = rooms.q  # the queries are not read any more
@@ -282,9 +283,9 @@ def _call(
     groups = tuple(map(terms_of, terms))
     numbers = (
         *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
-        options.gated, options.attention.window, options.rotated, options.neighbours, options.norms_of_all,
-        activation_at(options.mlp.activation, dtype), options.mlp.fused, *options.numbers,
-        *chain.from_iterable(map(numbers_of, groups)),
+        options.gated, options.attention.window, options.rotated, options.neighbours,
+        HEAD_NORMS.index(options.head_norms), activation_at(options.mlp.activation, dtype), options.mlp.fused,
+        *options.numbers, *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
     room = _room_of(options, dtype.itemsize)
     return LayerCall(_kernels.at(groups, dtype), record(_LAYOUT, *numbers), room, not options.inner)

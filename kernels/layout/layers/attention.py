@@ -12,6 +12,9 @@ from samebit.kernels.layout.layers.weights import GatedOptions, GatedWeights, La
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.layout.options import AttentionOptions, Layer
 
+HEAD_NORMS = ("none", "head", "full", "rotated")
+"""Lists what norms of queries and keys may be: none, of each head, of all heads together, of each rotated head."""
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights(LayerWeights):
@@ -57,7 +60,7 @@ class AttentionLayerOptions:
         norms: eps and offset of each of `AttentionWeights.norms`, and of those of the heads.
         rotated: queries and keys are.
         neighbours: elements of queries and keys that are rotated together stand side by side, not in halves.
-        norms_of_all: the norms of queries and keys are of all heads together.
+        head_norms: one of `HEAD_NORMS`.
         factor: on what attention and the MLP give, where no norm is of it.
     """
 
@@ -71,7 +74,7 @@ class AttentionLayerOptions:
     norms: tuple[tuple[float, float], ...]
     rotated: bool = True
     neighbours: bool = False
-    norms_of_all: bool = False
+    head_norms: str = "none"
     factor: float = 1.0
 
     @property
@@ -96,7 +99,7 @@ class AttentionLayerOptions:
         """Return the shapes of `AttentionWeights.flat`."""
         heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         width, queries = self.width, 2 * heads if self.gated else heads
-        of_queries, of_keys = ((heads,), (keys,)) if self.norms_of_all else ((self.head_dim,),) * 2
+        of_queries, of_keys = ((heads,), (keys,)) if self.head_norms == "full" else ((self.head_dim,),) * 2
         return (
             (width,), (width,), (width,), (width,), of_queries, of_keys,
             (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
