@@ -23,18 +23,21 @@ PARAMS = [
 ]
 SUMS = ("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Granite")
 """Lists those that add norms of what attention and MLP give, or multiples of it."""
+OTHERS = ("Phi3", "HunYuanDenseV1", "StableLm")
+"""Lists those with other weights or norms than Llama's."""
 FAMILIES = (
     *("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma"),
     *(*SUMS, "Glm4, as inside of GLM-4.1V", "Olmoe", "MiniMaxM2"),
-    *("Phi3", "Phi3, a part of the head rotated", "Phi3, longrope", "HunYuanDenseV1"),
+    *(*OTHERS, "Phi3, a part of the head rotated", "Phi3, longrope"),
 )
-ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite", "Phi3", "HunYuanDenseV1")
+ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite", *OTHERS)
 PARTS = (
     *(("Qwen3", name) for name in ("input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp")),
     *(("Gemma2", f"{name}_layernorm") for name in ("post_attention", "pre_feedforward", "post_feedforward")),
     *(("Olmo2", name) for name in ("self_attn.q_norm", "post_attention_layernorm", "post_feedforward_layernorm")),
     *(("Glm4", name) for name in ("post_self_attn_layernorm", "mlp.gate_up_proj", "post_mlp_layernorm")),
     *(("HunYuanDenseV1", f"self_attn.{name}_layernorm") for name in ("query", "key")),
+    *(("StableLm", name) for name in ("input_layernorm", "post_attention_layernorm", "dropout")),
     *(("Phi3", name) for name in ("self_attn.qkv_proj", "resid_attn_dropout")),
 )
 """Lists parts of layers, each kind of norm among them."""
@@ -92,7 +95,7 @@ def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
     assert layers_of_calls == [1] * (2 * PARAMS[0].max_tokens)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", *SUMS, "Gemma", "Phi3", "HunYuanDenseV1"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5", "SmolLM3", *SUMS, "Gemma", *OTHERS])
 def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
     """All layers of a step are one call where nobody listens, also those of attention and of Gated DeltaNet in one
     model, or of layers that rotate and that do not, wherever their norms are.

@@ -66,7 +66,7 @@ def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
     ("family", "dtype"),
     [
         *paired(("Llama", "Qwen2", "Qwen3", "Mistral"), DTYPES),
-        *in_turns(("Gemma2", "Gemma3", "Granite"), DTYPES, every=True),
+        *in_turns(("Gemma2", "Gemma3", "Granite", "StableLm"), DTYPES, every=True),
     ],
 )
 def test_a_step_in_one_call_gives_the_logits_of_the_modules(

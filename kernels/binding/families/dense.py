@@ -112,7 +112,7 @@ DENSE = (
         ),
         layers=_POST_NORM,
     ),
-    Family("StableLm", unchanged),
+    Family("StableLm", unchanged, layers=PRE_NORM),
     Family("Granite", scaled_down, layers=MULTIPLIED),
     Family("SeedOss", unchanged, layers=PRE_NORM),
     Family(

@@ -17,12 +17,11 @@ from samebit.kernels.binding.families.family import LayerFamily, LayerNorms
 from samebit.kernels.binding.layers.experts import block_behind
 from samebit.kernels.binding.layers.known import Found, LayerFacts
 from samebit.kernels.binding.layers.linears import facts_of_part, in_parts, is_gated_mlp, linears_of, weight_of
+from samebit.kernels.binding.layers.norms import bias_of, computes_norm, numbers_of
 from samebit.kernels.binding.layers.untouched import passes_on, runs
 from samebit.kernels.binding.modules import (
     MLPFacts,
-    NormFacts,
     mlp_forward,
-    rms_norm_forward,
 )
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.attention import AttentionLayerOptions, AttentionTerms, AttentionWeights
@@ -75,7 +74,7 @@ class AttentionLayerFacts(LayerFacts):
         untouched = (
             runs(attention, attention_forward)
             and (not gated or runs(mlp, mlp_forward))
-            and all(norm is None or runs(norm, rms_norm_forward) for norm in norms)
+            and all(norm is None or computes_norm(norm) for norm in norms)
             and all(passes_on(children[name]) for name in self.dropouts)
             and all(layer.__dict__[name] == self.options.factor for name in self.attributes)
         )
@@ -94,7 +93,8 @@ class AttentionLayerFacts(LayerFacts):
             None if norm is None else norm._parameters["weight"] for norm in norms
         ]
         weights = AttentionWeights(
-            (first, attended, second, last), (of_heads[0], of_heads[1]), (q, k, v), o,
+            (first, attended, second, last), (bias_of(norms[0]), bias_of(norms[2])),
+            (of_heads[0], of_heads[1]), (q, k, v), o,
             _gated_weights(*others) if gated else None,
         )  # fmt: skip
         block = None if gated else block_behind(mlp, context, self.adapters, self._beside(layer), self.options.factor)
@@ -127,8 +127,9 @@ def facts_of(
     if not _is_plain_attention(of_attention) or "forward" in vars(layer):
         return None
     head_norms, gated, factor = of_attention.qk_norm != "none", is_gated_mlp(of_mlp), family.factor
-    pairs = [_numbers_of(layer, name, parts) for name in norms.names]
-    of_heads = [_numbers_of(attention, name if head_norms else "", parts) for name in of_attention.names.norms]
+    before = norms.before_attention, norms.before_mlp
+    pairs = [numbers_of(layer, name, parts, biased=name in before) for name in norms.names]
+    of_heads = [numbers_of(attention, name if head_norms else "", parts) for name in of_attention.names.norms]
     factor_of_layer = vars(layer)[factor] if factor else 1.0
     if None in (*pairs, *of_heads) or of_heads[0] != of_heads[1] or (norms.after_mlp and not gated):
         return None
@@ -156,14 +157,6 @@ def facts_of(
         options, adapters, attributes=attributes, family=family, norms=norms, attention=of_attention,
         dropouts=dropouts,
     )  # fmt: skip
-
-
-def _numbers_of(parent: nn.Module, name: str, parts: Attachments) -> tuple[float, float] | None:
-    """Return eps and offset of a norm, zeros without a name; None where it is another kind of module."""
-    if not name:
-        return 0.0, 0.0
-    facts = facts_of_part(parent.get_submodule(name), parts)
-    return (facts.eps, facts.offset) if isinstance(facts, NormFacts) else None
 
 
 def _options_of_mlp(facts: MLPFacts, mlp: nn.Module, parts: Attachments) -> GatedOptions:

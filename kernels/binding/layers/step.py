@@ -17,14 +17,13 @@ from torch import nn
 from samebit.kernels.binding.experts.routes import installed_notes
 from samebit.kernels.binding.layers.decoder import angles_of_layers, factor_of, runs_plainly
 from samebit.kernels.binding.layers.known import Found, KnownCall, kept_calls, known_layers
+from samebit.kernels.binding.layers.norms import bias_of, computes_norm
 from samebit.kernels.binding.layers.one_call import all_in_one, one_call_forward
 from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.binding.modules import (
     DecoderFacts,
-    NormFacts,
     decoder_forward,
     embedding_forward,
-    rms_norm_forward,
     rotary_forward,
     scale_of_embedding,
 )
@@ -101,7 +100,7 @@ def _parts(model: Any) -> list[Any] | None:
         return None
     embedding, angles, norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
     known = _only_looks_up(embedding) or (runs(embedding, embedding_forward) and factor_of(decoder) is None)
-    plain = known and runs(angles, rotary_forward) and runs(norm, rms_norm_forward)
+    plain = known and runs(angles, rotary_forward) and computes_norm(norm)
     return [decoder, embedding, angles, norm, head] if plain else None
 
 
@@ -113,12 +112,14 @@ def _only_looks_up(embedding: Any) -> bool:
 def _noted(model: Any, parts: list[Any], layers: KnownCall) -> KnownCall:
     """Note what the modules around the layers are now, and what these are."""
     decoder, embedding, _, norm, head = parts
-    weights = EndWeights(embedding._parameters["weight"], norm._parameters["weight"], weight_and_bias(head))
+    weights = EndWeights(
+        embedding._parameters["weight"], norm._parameters["weight"], bias_of(norm), weight_and_bias(head)
+    )
     calls_child = any(
         layer.samebit.apart and found.block is None for layer, found in zip(decoder.layers, layers.found, strict=True)
     )
-    facts: NormFacts = norm.samebit
-    numbers = EndNumbers(_factor(decoder, embedding), facts.eps, facts.offset)
+    eps, offset = (norm.eps, 0.0) if type(norm) is nn.LayerNorm else (norm.samebit.eps, norm.samebit.offset)
+    numbers = EndNumbers(_factor(decoder, embedding), eps, offset)
     step = _Step(decoder, layers.found, weights, numbers, calls_child)
     name = decoder.samebit.embedding_factor
     read = [(decoder, name)] if name else []

@@ -80,7 +80,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         rows, width, itemsize = step.rows, sizes.width, elements(no, 0, kind).itemsize
         normed_at = call.room
         rest = normed_at + whole_lines(rows * width) * itemsize
-        first = Norm(weights[0], numbers.first_offset, numbers.first_eps)
+        first = Norm(weights[0], numbers.first_offset, numbers.first_eps, no)
         normed(threads, call.x, first, rows, width, normed_at, kind)
         mix(
             threads, (normed_at, normed_at, rest), (weights[2:10], weights[10:12], weights[18:]), sizes,

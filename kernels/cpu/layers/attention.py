@@ -91,7 +91,7 @@ class Rooms(NamedTuple):
     of_mlp: int
 
 
-_WEIGHTS, _SIZES, _GATED = 20, len(Sizes._fields), len(Gated._fields)
+_WEIGHTS, _SIZES, _GATED = 22, len(Sizes._fields), len(Gated._fields)
 _NORMS, _NUMBERS = 2 * 5, len(Numbers._fields)
 _LAYOUT = Struct(f"={_WEIGHTS + _SIZES + _GATED}q" + "f4x" * (_NORMS + _NUMBERS) + LAYOUT * 4)
 """Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`,
@@ -105,10 +105,10 @@ _TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
 
 
 @inlined_part
-def _norm(weight: int, record_at: int, place: int) -> Any:
-    """Return the norm of these weights whose numbers are at this place among those of a record."""
+def _norm(weight: int, bias: int, record_at: int, place: int) -> Any:
+    """Return the norm of weight and bias whose numbers are at this place among those of a record."""
     eps, offset = read(record_at + _NORMS_AT + 16 * place, 2, _FLOAT)
-    return Norm(weight, offset, eps)
+    return Norm(weight, offset, eps, bias)
 
 
 @inlined_part
@@ -156,8 +156,9 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         no, at = np.int64(0), call.record
         sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
         (
-            first_norm, of_attended, second_norm, of_mlp, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight,
-            v_bias, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
+            first_norm, of_attended, second_norm, of_mlp, first_bias, second_bias, q_norm, k_norm, q_weight, q_bias,
+            k_weight, k_bias, v_weight, v_bias, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias,
+            down_weight, down_bias,
         ) = read(at, _WEIGHTS, no)  # fmt: skip
         rows, width, dim, itemsize = step.rows, sizes.width, sizes.head_dim, elements(no, 0, kind).itemsize
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
@@ -168,7 +169,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             first, keys = rooms.rotated, rooms.raw
         if first_norm:
             source = rooms.normed
-            normed(threads, call.x, _norm(first_norm, at, 0), rows, width, source, kind)
+            normed(threads, call.x, _norm(first_norm, first_bias, at, 0), rows, width, source, kind)
         multiply(
             threads, source, width, rows, width,
             (q_weight, q_bias, first_heads, first, k_weight, k_bias, kv_heads, keys, v_weight, v_bias, kv_heads,
@@ -180,10 +181,10 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
                 _split, ROW_PARTS, shared(rows * heads, threads), (rooms.raw, rooms.q, rows * sizes.heads, dim, kind)
             )  # fmt: skip
         if sizes.head_norms == _FULL:
-            normed(threads, first, _norm(q_norm, at, 4), rows, heads, rooms.q, kind)
-            normed(threads, keys, _norm(k_norm, at, 4), rows, kv_heads, rooms.k, kind)
+            normed(threads, first, _norm(q_norm, no, at, 4), rows, heads, rooms.q, kind)
+            normed(threads, keys, _norm(k_norm, no, at, 4), rows, kv_heads, rooms.k, kind)
             q_norm = k_norm = no
-        of_heads = _norm(no, at, 4)
+        of_heads = _norm(no, no, at, 4)
         _rotate_and_write(
             threads, (rooms.q, rooms.k, rooms.v, step.cos, step.sin, sizes.pages, rooms.rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, step.angles * sizes.rotated, step.block_size, sizes.neighbours),
@@ -208,8 +209,8 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         multiply(threads, attended, heads, rows, heads, (o_weight, o_bias, width, rooms.normed, *NO_OTHERS), kind)
         add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (rooms.normed, no, no), kind)
         half = Half(
-            _norm(of_attended, at, 1), _norm(second_norm, at, 2), _norm(of_mlp, at, 3), numbers.factor,
-            Gated(*read(at + _GATED_AT, _GATED, no)),
+            _norm(of_attended, no, at, 1), _norm(second_norm, second_bias, at, 2), _norm(of_mlp, no, at, 3),
+            numbers.factor, Gated(*read(at + _GATED_AT, _GATED, no)),
         )  # fmt: skip
         finish(
             threads, (call.x, rooms.normed, call.out, rooms.of_mlp, call.normed), (rows, width, sizes.inner),

@@ -31,7 +31,7 @@ from samebit.kernels.cpu.layers.products import (
     shared,
     write_widened,
 )
-from samebit.kernels.cpu.norm.forward import rms_norm_row
+from samebit.kernels.cpu.norm.forward import layer_norm_row, rms_norm_row
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.ends import EndNumbers, EndWeights
@@ -53,6 +53,7 @@ class Places(NamedTuple):
     outputs: int
     embedding: int
     norm: int
+    norm_bias: int
     head: int
     bias: int
 
@@ -119,7 +120,11 @@ def _norm_part(part: int, call: Any, places: Places, rows: int, numbers: Any, ki
     for place in range(count * part // ROW_PARTS, count * (part + 1) // ROW_PARTS):
         row = kept[place] if len(kept) > 0 else place
         source = x[row * width : (row + 1) * width]
-        rms_norm_row(source, weight, numbers.offset, numbers.eps, lanes, out[place * width : (place + 1) * width])
+        to = out[place * width : (place + 1) * width]
+        if places.norm_bias:
+            layer_norm_row(source, weight, elements(places.norm_bias, width, kind), numbers.eps, lanes, to)
+        else:
+            rms_norm_row(source, weight, numbers.offset, numbers.eps, lanes, to)
 
 
 def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:

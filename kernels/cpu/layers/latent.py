@@ -229,7 +229,7 @@ def with_product(
         itemsize = elements(no, 0, kind).itemsize
         rooms = _rooms(sizes, rows, call.room, itemsize)
         of_input, of_low = beside(call, rows, rooms.free, kind)
-        before = Norm(first_norm, numbers.first_offset, numbers.first_eps)
+        before = Norm(first_norm, numbers.first_offset, numbers.first_eps, no)
         normed(threads, call.x, before, rows, width, rooms.normed, kind)
         first, outputs = (rooms.low, low) if low > 0 else (rooms.q, count * size)
         multiply(
@@ -238,7 +238,7 @@ def with_product(
         )  # fmt: skip
         add(threads, rooms.normed, rows, width, terms_at(at + _TERMS_AT, 0), (first, rooms.compressed, no), kind)
         if low > 0:
-            of_queries = Norm(q_norm, numbers.query_offset, numbers.query_eps)
+            of_queries = Norm(q_norm, numbers.query_offset, numbers.query_eps, no)
             normed(threads, rooms.low, of_queries, rows, low, rooms.low_normed, kind)
             multiply(
                 threads, rooms.low_normed, low, rows, low,

@@ -20,7 +20,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import NO_LAYER, NO_OTHERS
 from samebit.kernels.cpu.layers.products import ROW_PARTS, shared
-from samebit.kernels.cpu.norm.forward import add_rms_norm_row, rms_norm_row
+from samebit.kernels.cpu.norm.forward import add_rms_norm_row, layer_norm_row, rms_norm_row
 from samebit.kernels.layout.grids import LANES
 
 _silu = silu_rows.part
@@ -30,11 +30,13 @@ ROOMS_OF_MLP = 4
 
 
 class Norm(NamedTuple):
-    """Holds the address of a norm's weight, 0 for no norm, what is added to the weight, and eps."""
+    """Holds the address of a norm's weight, 0 for no norm, what is added to the weight, eps, and the address of the
+    bias of a LayerNorm, 0 for an RMSNorm."""
 
     weight: int
     offset: Any
     eps: Any
+    bias: int
 
 
 class Half(NamedTuple):
@@ -63,7 +65,7 @@ class Gated(NamedTuple):
 
 
 _NO = np.int64(0)
-_NO_NORM = Norm(_NO, np.float32(0), np.float32(0))
+_NO_NORM = Norm(_NO, np.float32(0), np.float32(0), _NO)
 _ONE = np.float32(1)
 SILU = Gated(_NO, _NO)
 """Stands for an MLP of three layers with silu."""
@@ -71,8 +73,8 @@ SILU = Gated(_NO, _NO)
 
 @inlined_part
 def pre_norm(weight: int, offset: Any, eps: Any) -> Any:
-    """Return the `Half` of a layer with a norm before its MLP, and silu."""
-    return Half(_NO_NORM, Norm(weight, offset, eps), _NO_NORM, _ONE, SILU)
+    """Return the `Half` of a layer with an RMSNorm before its MLP, and silu."""
+    return Half(_NO_NORM, Norm(weight, offset, eps, _NO), _NO_NORM, _ONE, SILU)
 
 
 @kernel_part
@@ -98,7 +100,9 @@ def _norm_part(
             else:
                 for i in range(width):
                     source[i] = narrow(widen(one[i]) + widen(other[i]), source[i])
-        if norm.weight:
+        if norm.bias:
+            layer_norm_row(source, weight, elements(norm.bias, width, kind), norm.eps, lanes, out[first:last])
+        elif norm.weight:
             rms_norm_row(source, weight, norm.offset, norm.eps, lanes, out[first:last])
 
 

@@ -19,10 +19,11 @@ HEAD_NORMS = ("none", "head", "full", "rotated")
 @dataclass(frozen=True, eq=False)
 class AttentionWeights(LayerWeights):
     """Holds the parameters of a decoder layer: the norms before attention and of what it gives, before the MLP and of
-    what it gives, those of queries and keys, each None without, and the linear layers; None for those of another MLP
-    behind the call."""
+    what it gives, each None without, biases of the norms before, None without or of an RMSNorm, those of queries and
+    keys, and the linear layers; None for those of another MLP behind the call."""
 
     norms: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    norm_biases: tuple[torch.Tensor | None, torch.Tensor | None]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: tuple[Layer, Layer, Layer]
     o: Layer
@@ -33,7 +34,7 @@ class AttentionWeights(LayerWeights):
         """Return the parameters one by one; None for what the layer does not have."""
         (q, k, v), nothing = self.qkv, (None, None)
         gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp
-        return (*self.norms, *self.head_norms, *q, *k, *v, *self.o, *gate, *up, *down)
+        return (*self.norms, *self.norm_biases, *self.head_norms, *q, *k, *v, *self.o, *gate, *up, *down)
 
 
 class AttentionTerms(NamedTuple):
@@ -101,7 +102,7 @@ class AttentionLayerOptions:
         width, queries = self.width, 2 * heads if self.gated else heads
         of_queries, of_keys = ((heads,), (keys,)) if self.head_norms == "full" else ((self.head_dim,),) * 2
         return (
-            (width,), (width,), (width,), (width,), of_queries, of_keys,
+            *((width,),) * 6, of_queries, of_keys,
             (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
             *self.mlp.shapes(width),
         )  # fmt: skip

@@ -24,19 +24,20 @@ class EndNumbers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EndWeights(LayerWeights):
-    """Holds the parameters of the embedding, of the last norm, and of the head."""
+    """Holds the parameters of the embedding, of the last norm, whose bias an RMSNorm does not have, and of the head."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
+    norm_bias: torch.Tensor | None
     head: Layer
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the parameters one by one; None for a bias that the head does not have."""
-        return self.embedding, self.norm, *self.head
+        """Return the parameters one by one; None for a bias that is not there."""
+        return self.embedding, self.norm, self.norm_bias, *self.head
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that these have where they fit each other."""
         (tokens, width), outputs = self.embedding.shape, len(self.head[0])
-        return (tokens, width), (width,), (outputs, width), (outputs,)
+        return (tokens, width), (width,), (width,), (outputs, width), (outputs,)
