@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
-from samebit.kernels.binding.families.family import PROJECTIONS
+from samebit.kernels.binding.families.family import PROJECTIONS, DecoderNames
 from samebit.kernels.binding.families.inexact import ExactPositions
 from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
@@ -72,6 +72,7 @@ class DecoderFacts:
         float32_residual: what goes from layer to layer is float32, whatever the weights are.
         layer_inputs: each layer takes an embedding of its own of the tokens.
         angles_by_type: layers of each type have angles of their own.
+        names: of its modules.
         embedding_factor: attribute by which embeddings are multiplied; empty for none.
         drops_rows: its class leaves rows out of layers that read the keys of others, where no logits are made of them.
     """
@@ -84,6 +85,7 @@ class DecoderFacts:
     float32_residual: bool = False
     layer_inputs: bool = False
     angles_by_type: bool = False
+    names: DecoderNames = field(default_factory=DecoderNames)
     embedding_factor: str = ""
     drops_rows: bool = False
 

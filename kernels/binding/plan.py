@@ -115,6 +115,7 @@ class Plan:
             wrapped=self.family.wrapped is not None,
             plain=self.exact and self.family.layers.norms is not None,
             angles_by_type=self.family.attention.rope_per_layer_type,
+            names=self.family.layers.around,
             embedding_factor=self.family.layers.embedding_factor,
             adapters=self.lora.adapters(),
             layer_inputs=self.gemma is not None and self.gemma.has_layer_inputs,

@@ -11,7 +11,7 @@ from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, Samplin
 
 from ..campaign import in_turns
 from .compare import assert_matches_trainer, assert_same_samples, run
-from .families import DTYPES, bound_model, make_model, paired, token_ids
+from .families import DTYPES, SHORT_CONVS, bound_model, make_model, paired, token_ids
 from .listening import listening, one_by_one
 from .lora import SMALLER, config_for, lora_config, make_peft
 
@@ -28,9 +28,9 @@ OTHERS = ("Phi3", "HunYuanDenseV1", "StableLm")
 FAMILIES = (
     *("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma"),
     *(*SUMS, "Glm4, as inside of GLM-4.1V", "Olmoe", "MiniMaxM2"),
-    *(*OTHERS, "Phi3, a part of the head rotated", "Phi3, longrope"),
+    *(*OTHERS, "Phi3, a part of the head rotated", "Phi3, longrope", *SHORT_CONVS),
 )
-ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite", *OTHERS)
+ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite", *OTHERS, "Lfm2")
 PARTS = (
     *(("Qwen3", name) for name in ("input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp")),
     *(("Gemma2", f"{name}_layernorm") for name in ("post_attention", "pre_feedforward", "post_feedforward")),
@@ -68,8 +68,9 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert max(layers_in_one_call) > 16  # both kinds of matrix products
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
-    names = [f"model.layers.{n}.self_attn{'' if n else '.o_proj'}" for n in range(model.config.num_hidden_layers)]
-    again = one_by_one(model, PROMPTS, PARAMS, *names)
+    first, *others = [name for name, _ in model.named_modules() if name.endswith(".self_attn")]
+    out = "out_proj" if family in SHORT_CONVS else "o_proj"
+    again = one_by_one(model, PROMPTS, PARAMS, f"{first}.{out}", *others)
     assert not layers_in_one_call
     assert_same_samples(again, at_once)
 
@@ -105,6 +106,19 @@ def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, lay
     layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
     assert layers_of_calls == [layers + 2] * PARAMS[0].max_tokens  # embedding and head among them
     assert_same_samples(one_by_one(model, PROMPTS[1:2], PARAMS[:1], "model.layers.1"), at_once)
+
+
+@pytest.mark.parametrize("part", ["operator_norm", "self_attn.k_layernorm", "self_attn.out_proj", "feed_forward.w3"])
+def test_who_listens_to_a_layer_between_short_convolutions_hears_each_call(
+    part: str, layers_in_one_call: list[int]
+) -> None:
+    model = bound_model("Lfm2")
+    at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
+    assert len(layers_in_one_call) == PARAMS[0].max_tokens
+    layers_in_one_call.clear()
+    again = one_by_one(model, PROMPTS[1:2], PARAMS[:1], f"model.layers.1.{part}")
+    assert not layers_in_one_call
+    assert_same_samples(again, at_once)
 
 
 def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_call_before() -> None:
@@ -152,7 +166,8 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
     layers = "base_model.model.model.layers"
-    again = one_by_one(model, PROMPTS, PARAMS, f"{layers}.0.mlp.down_proj", f"{layers}.1.self_attn")
+    heard = ["1.feed_forward.w2"] if family == "Lfm2" else ["0.mlp.down_proj", "1.self_attn"]
+    again = one_by_one(model, PROMPTS, PARAMS, *(f"{layers}.{name}" for name in heard))
     assert not layers_in_one_call
     assert_same_samples(again, at_once)
 

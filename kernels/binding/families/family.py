@@ -181,6 +181,14 @@ class LayerNorms:
 
 
 @dataclass(frozen=True)
+class DecoderNames:
+    """Names modules of a decoder: that of the angles, and the norm behind all layers."""
+
+    angles: str = "rotary_emb"
+    norm: str = "norm"
+
+
+@dataclass(frozen=True)
 class LayerFamily:
     """Describes the layers of one family.
 
@@ -190,6 +198,7 @@ class LayerFamily:
         norms: of layers of which each is one call in a rollout, in a decoder that embeds, runs them, and a last norm;
             None for other layers.
         mlp: a layer's module for its MLP or its block of experts.
+        around: names of what the decoder has around them.
         beside: its MLP that computes every row beside a block of experts, where a layer has one; empty for none.
         factor: attribute of a layer, a factor on what it adds; empty for none.
         embedding_factor: attribute of the decoder, a factor on the embeddings that the first layer takes; likewise.
@@ -204,6 +213,7 @@ class LayerFamily:
     required: str = ""
     norms: LayerNorms | None = None
     mlp: str = "mlp"
+    around: DecoderNames = DecoderNames()
     beside: str = ""
     factor: str = ""
     embedding_factor: str = ""

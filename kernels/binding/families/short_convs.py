@@ -7,8 +7,10 @@ from samebit.kernels.binding.families.expert_family import ExpertFamily, Router
 from samebit.kernels.binding.families.family import (
     AttentionFamily,
     AttentionNames,
+    DecoderNames,
     Family,
     LayerFamily,
+    LayerNorms,
     MLPFamily,
     VisionFamily,
 )
@@ -18,7 +20,13 @@ _LFM2 = Family(
     unchanged,
     attention=AttentionFamily("head", names=AttentionNames(("q_layernorm", "k_layernorm"), "out_proj")),
     mlp=MLPFamily(activation="", names=("w1", "w3", "w2")),
-    layers=LayerFamily(("conv", "full_attention"), short_conv="ShortConv"),
+    layers=LayerFamily(
+        ("conv", "full_attention"),
+        norms=LayerNorms("operator_norm", before_mlp="ffn_norm"),
+        mlp="feed_forward",
+        around=DecoderNames(norm="embedding_norm"),
+        short_conv="ShortConv",
+    ),
 )
 
 _ROUTER = Router(
@@ -35,6 +43,7 @@ SHORT_CONVS = (
     replace(
         _LFM2,
         prefix="Lfm2Moe",
+        layers=replace(_LFM2.layers, around=DecoderNames("pos_emb", "embedding_norm")),
         experts=ExpertFamily("SparseMoeBlock", "sigmoid", normalised="norm_topk_prob", router=_ROUTER),
     ),
 )

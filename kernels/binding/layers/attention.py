@@ -82,7 +82,7 @@ class AttentionLayerFacts(LayerFacts):
             return None
         names = ("qkv_proj",) if facts.fused else ("q_proj", "k_proj", "v_proj")
         groups = [tuple(of_attention[name] for name in names), (of_attention[facts.names.out],)]
-        groups += _groups_of_mlp(of_mlp, self.options.mlp.fused) if gated else []
+        groups += _groups_of_mlp(of_mlp, mlp.samebit) if gated else []
         linears = whole = linears_of(tuple(groups), context, self.adapters)
         if whole is not None and facts.fused:
             linears = in_parts(whole, self.options.outputs)
@@ -114,12 +114,14 @@ def facts_of(
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
-        layer: as transformers has it, with ``self_attn``, an MLP and norms around them.
+        layer: as transformers has it, with an MLP behind attention or another mixer, and norms around them.
         parts: what `bind` gives to each module.
         adapters: of peft are in the model.
         family: names of its modules.
         norms: those of its norms.
     """
+    if "self_attn" not in layer._modules:
+        return None
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule(family.mlp)
     of_attention, of_mlp = (facts_of_part(module, parts) for module in (attention, mlp))
     if not isinstance(of_attention, AttentionFacts):
@@ -160,14 +162,15 @@ def facts_of(
 
 
 def _options_of_mlp(facts: MLPFacts, mlp: nn.Module, parts: Attachments) -> GatedOptions:
-    inner = weight_of(mlp.get_submodule("down_proj"), parts).shape[1]
+    inner = weight_of(mlp.get_submodule(facts.names[2]), parts).shape[1]
     return GatedOptions(inner, facts.activation, facts.form == "fused")
 
 
-def _groups_of_mlp(modules: Any, fused: bool) -> list[tuple[Any, ...]]:
+def _groups_of_mlp(modules: Any, facts: MLPFacts) -> list[tuple[Any, ...]]:
     """Return the linear layers of a gated MLP, those of one input together."""
-    first = (modules["gate_up_proj"],) if fused else (modules["gate_proj"], modules["up_proj"])
-    return [first, (modules["down_proj"],)]
+    *both, last = facts.names
+    first = ("gate_up_proj",) if facts.form == "fused" else both
+    return [tuple(modules[name] for name in first), (modules[last],)]
 
 
 def _gated_weights(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> GatedWeights:

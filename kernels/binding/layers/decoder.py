@@ -60,14 +60,14 @@ def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> D
     hidden = decoder.embed_tokens(ids)
     factor = factor_of(decoder)
     hidden = hidden if factor is None else hidden * factor
-    tables = angles_of_layers(decoder, decoder.rotary_emb, hidden, positions)
+    tables = angles_of_layers(decoder, decoder._modules[decoder.samebit.names.angles], hidden, positions)
     layers, count = decoder.layers, decoder.config.num_hidden_layers
     whole = len(layers) == count and all(isinstance(one, RotaryTables) for one in tables)
     calls = known_layers(layers, one_call_forward, tables[0].context) if whole else None
     last = None if calls is None else all_computed(layers, calls, hidden, tables)
     if last is None:
         last = _one_by_one(islice(layers, count), calls, hidden, tables, positions)
-    return DecoderOutput(decoder.norm(last))
+    return DecoderOutput(decoder._modules[decoder.samebit.names.norm](last))
 
 
 def factor_of(decoder: Any) -> float | None:

@@ -58,8 +58,7 @@ def is_gated_mlp(facts: Any) -> bool:
     """Return whether these are the facts of a gated MLP of any such activation, its gate and up perhaps one layer."""
     if not isinstance(facts, MLPFacts) or facts.activation not in IN_KERNELS or facts.adapter >= 0:
         return False
-    separate = facts.form == "separate" and facts.names == PROJECTIONS
-    return (separate or facts.form == "fused") and facts.gate_multiplier == facts.down_multiplier == 1.0
+    return facts.form in ("separate", "fused") and facts.gate_multiplier == facts.down_multiplier == 1.0
 
 
 def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linears | None:

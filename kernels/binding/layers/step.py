@@ -64,7 +64,9 @@ def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None)
     ends = end_calls(ids, kept, weights, numbers, context)
     if ends is None:
         return None
-    tables = angles_of_layers(decoder, partial(rotary_forward, decoder.rotary_emb), ends.x, ids)
+    tables = angles_of_layers(
+        decoder, partial(rotary_forward, decoder._modules[decoder.samebit.names.angles]), ends.x, ids
+    )
     found = all_in_one(decoder.layers, layers, ends.x, tables)
     if found is None:
         return None
@@ -98,7 +100,8 @@ def _parts(model: Any) -> list[Any] | None:
     facts: DecoderFacts = decoder.samebit
     if not facts.plain or facts.adapters is not None:
         return None
-    embedding, angles, norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
+    embedding, names = decoder.embed_tokens, facts.names
+    angles, norm = decoder._modules[names.angles], decoder._modules[names.norm]
     known = _only_looks_up(embedding) or (runs(embedding, embedding_forward) and factor_of(decoder) is None)
     plain = known and runs(angles, rotary_forward) and computes_norm(norm)
     return [decoder, embedding, angles, norm, head] if plain else None
