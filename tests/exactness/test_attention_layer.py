@@ -27,7 +27,7 @@ OTHERS = ("Phi3", "HunYuanDenseV1", "StableLm")
 """Lists those with other weights or norms than Llama's."""
 FAMILIES = (
     *("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Glm", "Ernie4_5", "Arcee", "Gemma"),
-    *(*SUMS, "Glm4, as inside of GLM-4.1V", "Olmoe", "MiniMaxM2"),
+    *(*SUMS, "Glm4, as inside of GLM-4.1V", "Olmoe", "MiniMaxM2", "GptOss"),
     *(*OTHERS, "Phi3, a part of the head rotated", "Phi3, longrope", *SHORT_CONVS),
 )
 ADAPTED = ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Granite", *OTHERS, "Lfm2")
@@ -127,6 +127,23 @@ def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_ca
     with model.disable_adapter():
         alone, _ = run(model, PROMPTS[1:2], PARAMS[:1])
         assert_matches_trainer(model, alone, PARAMS[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_that_changed_between_two_steps_are_read(dtype: torch.dtype, layers_in_one_call: list[int]) -> None:
+    model = make_model("GptOss", dtype)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        before = worker.generate([[5, 6, 7]], params)
+        attention = model.get_submodule("model.layers.1.self_attn")
+        with torch.no_grad():
+            attention.get_parameter("sinks").add_(4.0)
+        after = worker.generate([[5, 6, 8], [5, 6, 7, 9]], [params] * 2)
+        assert_matches_trainer(model, after, [params] * 2)
+        attention.sinks = nn.Parameter(attention.get_parameter("sinks").detach() - 8.0)
+        assert_matches_trainer(model, worker.generate([[5, 6, 8, 1]], params), [params])
+        assert before[0].samples[0].logprobs != after[0].samples[0].logprobs
+    assert len(layers_in_one_call) == 2 * 3 * params.max_tokens
 
 
 def test_a_weight_of_queries_keys_and_values_that_changed_between_two_steps_is_read(layers_of_calls: list[int]) -> None:

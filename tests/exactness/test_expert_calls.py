@@ -30,6 +30,7 @@ FAMILIES = (
     "DeepseekV2",
     "GraniteMoeShared",
     "HunYuanMoEV1",
+    "GptOss",
     *(("GraniteMoe", "Qwen2Moe", "Dots1", "SolarOpen", "Ernie4_5_Moe") if CAMPAIGN else ()),
 )
 SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"
@@ -53,7 +54,8 @@ def blocks_in_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def routers_of(model: nn.Module) -> list[str]:
     """Return the names of the routers."""
-    return [name for name, _ in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.router"))]
+    ends = ".mlp.gate", ".mlp.router", ".block_sparse_moe.router"
+    return [name for name, _ in model.named_modules() if name.endswith(ends)]
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -103,10 +105,17 @@ def test_who_listens_to_a_part_of_a_block_hears_each_call(part: str, blocks_in_c
 
 
 @pytest.mark.parametrize(
-    "part", ["block_sparse_moe", "block_sparse_moe.router", "shared_mlp", "shared_mlp.input_linear"]
+    ("family", "part"),
+    [
+        *(("GraniteMoeShared", f"block_sparse_moe{part}") for part in ("", ".router")),
+        *(("GraniteMoeShared", f"shared_mlp{part}") for part in ("", ".input_linear")),
+        *(("GptOss", f"mlp{part}") for part in ("", ".router", ".experts")),
+    ],
 )
-def test_who_listens_beside_a_block_hears_each_call(part: str, blocks_in_calls: list[int]) -> None:
-    model = bound_model("GraniteMoeShared")
+def test_who_listens_behind_attention_in_one_call_hears_each_call(
+    family: str, part: str, blocks_in_calls: list[int]
+) -> None:
+    model = bound_model(family)
     at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
     blocks_in_calls.clear()
     again = one_by_one(model, PROMPTS[1:2], PARAMS[:1], f"model.layers.0.{part}")

@@ -81,7 +81,7 @@ class BlockFacts:
     @property
     def plain(self) -> bool:
         """Return whether it is a router with all it reads, experts, and what is shared, and its result is their sum."""
-        return not (self.latent or self.returns_weights or self.correction)
+        return not (self.latent or self.correction)
 
 
 def router_forward(

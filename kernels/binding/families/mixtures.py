@@ -106,6 +106,7 @@ MIXTURES = (
             biased=True,
             returns_weights=True,
         ),
+        layers=PRE_NORM,
         wrapped=VisionFamily("InternVL"),
     ),
 )

@@ -96,6 +96,7 @@ class AttentionLayerFacts(LayerFacts):
             (first, attended, second, last), (bias_of(norms[0]), bias_of(norms[2])),
             (of_heads[0], of_heads[1]), (q, k, v), o,
             _gated_weights(*others) if gated else None,
+            attention._parameters["sinks"] if facts.sinks else None,
         )  # fmt: skip
         block = None if gated else block_behind(mlp, context, self.adapters, self._beside(layer), self.options.factor)
         sources = [part for part in whole[0][0][0] if part is not None] if facts.fused else []
@@ -180,7 +181,7 @@ def _gated_weights(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> Gated
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
-    special = facts.sinks or facts.scaled_queries or facts.adapter >= 0
+    special = facts.scaled_queries or facts.adapter >= 0
     special = special or (facts.gated and (facts.fused or facts.qk_norm == "full"))
     special = special or (facts.qk_norm == "rotated" and facts.rotation == "neighbours")
     return not special and facts.key_multiplier == 1.0

@@ -76,7 +76,8 @@ class LayerFacts(ABC):
 
     def added_behind(self, layer: Any, x: torch.Tensor | None) -> torch.Tensor:
         """Return what the layer adds to the call's result, by calls of modules of the other one that the call has."""
-        added: torch.Tensor = layer.get_submodule(self.apart)(x)
+        given = layer.get_submodule(self.apart)(x)
+        added: torch.Tensor = given[0] if isinstance(given, tuple) else given
         return added
 
     @abstractmethod

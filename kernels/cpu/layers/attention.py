@@ -29,7 +29,15 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import NO_OTHERS
 from samebit.kernels.cpu.layers.calls import call_and_step, kept_call, record, work_of
 from samebit.kernels.cpu.layers.mlp import ROOMS_OF_MLP, Gated, Half, Norm, normed, with_mlp
-from samebit.kernels.cpu.layers.products import ROW_PARTS, Kernels, product, product_by_tiles, product_of_pairs, shared
+from samebit.kernels.cpu.layers.products import (
+    ROW_PARTS,
+    Kernels,
+    product,
+    product_by_tiles,
+    product_of_pairs,
+    shared,
+    write_widened,
+)
 from samebit.kernels.cpu.layers.terms import (
     LAYOUT,
     LayerKernels,
@@ -80,7 +88,7 @@ class Numbers(NamedTuple):
 
 class Rooms(NamedTuple):
     """Holds the addresses of what is between the kernels: norms, queries, keys, values, rotated queries, queries with
-    their gates, or keys before a norm of all heads; and where that of the MLP begins."""
+    their gates, or keys before a norm of all heads; sinks as float32; and where that of the MLP begins."""
 
     normed: int
     q: int
@@ -88,10 +96,11 @@ class Rooms(NamedTuple):
     v: int
     rotated: int
     raw: int
+    sinks: int
     of_mlp: int
 
 
-_WEIGHTS, _SIZES, _GATED = 22, len(Sizes._fields), len(Gated._fields)
+_WEIGHTS, _SIZES, _GATED = 23, len(Sizes._fields), len(Gated._fields)
 _NORMS, _NUMBERS = 2 * 5, len(Numbers._fields)
 _LAYOUT = Struct(f"={_WEIGHTS + _SIZES + _GATED}q" + "f4x" * (_NORMS + _NUMBERS) + LAYOUT * 4)
 """Lays out a layer's record: the addresses of `AttentionWeights.flat`, 0 for what it does not have, `Sizes`,
@@ -120,8 +129,9 @@ def _rooms(sizes: Any, rows: int, room: int, itemsize: int) -> Any:
     v = k + whole_lines(rows * keys) * itemsize
     rotated = v + whole_lines(rows * keys) * itemsize
     raw = rotated + whole_lines(rows * heads) * itemsize
-    of_mlp = raw + whole_lines(rows * (2 * heads * sizes.gated + keys * (sizes.head_norms == _FULL))) * itemsize
-    return Rooms(room, q, k, v, rotated, raw, of_mlp)
+    sinks = raw + whole_lines(rows * (2 * heads * sizes.gated + keys * (sizes.head_norms == _FULL))) * itemsize
+    of_mlp = sinks + whole_lines(sizes.heads) * 4
+    return Rooms(room, q, k, v, rotated, raw, sinks, of_mlp)
 
 
 def _room_of(options: AttentionLayerOptions, itemsize: int) -> tuple[int, int]:
@@ -130,7 +140,8 @@ def _room_of(options: AttentionLayerOptions, itemsize: int) -> tuple[int, int]:
     raw = 2 * heads * options.gated + keys * (options.head_norms == "full")
     of_row = options.width + heads + keys + keys + heads + raw  # in the order of `Rooms`
     of_mlp = 3 * options.inner + options.width
-    return (of_row + of_mlp) * itemsize, (len(Rooms._fields) - 1 + ROOMS_OF_MLP) * LANES * itemsize
+    of_layer = (len(Rooms._fields) - 2 + ROOMS_OF_MLP) * LANES * itemsize + (options.heads + LANES) * 4
+    return (of_row + of_mlp) * itemsize, of_layer
 
 
 @kernel_part
@@ -158,7 +169,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         (
             first_norm, of_attended, second_norm, of_mlp, first_bias, second_bias, q_norm, k_norm, q_weight, q_bias,
             k_weight, k_bias, v_weight, v_bias, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias,
-            down_weight, down_bias,
+            down_weight, down_bias, sinks,
         ) = read(at, _WEIGHTS, no)  # fmt: skip
         rows, width, dim, itemsize = step.rows, sizes.width, sizes.head_dim, elements(no, 0, kind).itemsize
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
@@ -191,13 +202,16 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             (q_norm, kind, k_norm, kind, of_heads.offset, of_heads.eps, np.int64(sizes.head_norms == _ROTATED)),
             integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
+        of_sinks = floats(sinks, sizes.heads if sinks else 0)
+        if sinks and itemsize < 4:
+            of_sinks = floats(write_widened(threads, sinks, sizes.heads, rooms.sinks, kind), sizes.heads)
         attended = rooms.q  # the queries are not read any more
         attend_part(
             carray(pointer(rooms.rotated, kind), (rows, sizes.heads, dim)),
             carray(pointer(sizes.pages, kind), (sizes.num_blocks, sizes.kv_heads, 2, dim * step.block_size)),
             table(step.sequences, 4, step.num_sequences),
             table(work.block_tables, work.num_tables, work.table_width), table(work.tiles, work.num_tiles, 2),
-            table(work.bunches, work.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), floats(no, 0),
+            table(work.bunches, work.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), of_sinks,
             carray(pointer(attended, kind), (rows, sizes.heads, dim)), carray(pointer(no, _FLOAT), (0, 0)), threads,
         )  # fmt: skip
         if sizes.gated > 0:

@@ -20,7 +20,7 @@ HEAD_NORMS = ("none", "head", "full", "rotated")
 class AttentionWeights(LayerWeights):
     """Holds the parameters of a decoder layer: the norms before attention and of what it gives, before the MLP and of
     what it gives, each None without, biases of the norms before, None without or of an RMSNorm, those of queries and
-    keys, and the linear layers; None for those of another MLP behind the call."""
+    keys, the linear layers, None for those of another MLP behind the call, and sinks, None without."""
 
     norms: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
     norm_biases: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -28,13 +28,14 @@ class AttentionWeights(LayerWeights):
     qkv: tuple[Layer, Layer, Layer]
     o: Layer
     mlp: GatedWeights | None
+    sinks: torch.Tensor | None
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
         """Return the parameters one by one; None for what the layer does not have."""
         (q, k, v), nothing = self.qkv, (None, None)
         gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp
-        return (*self.norms, *self.norm_biases, *self.head_norms, *q, *k, *v, *self.o, *gate, *up, *down)
+        return (*self.norms, *self.norm_biases, *self.head_norms, *q, *k, *v, *self.o, *gate, *up, *down, self.sinks)
 
 
 class AttentionTerms(NamedTuple):
@@ -104,5 +105,5 @@ class AttentionLayerOptions:
         return (
             *((width,),) * 6, of_queries, of_keys,
             (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
-            *self.mlp.shapes(width),
+            *self.mlp.shapes(width), (self.heads,),
         )  # fmt: skip
