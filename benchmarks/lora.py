@@ -5,6 +5,8 @@ rank 16 on all of its linear layers, in turns.
 
 decode_tax_N: processor time of a decode step of N sequences, over that of the model alone. prefill_tax: of a prompt.
 shared_decode_tax_N: the same of a worker on a trainer's peft model, whose layers are wrapped, over the model alone.
+narrow_decode_tax_N: through an adapter whose matrices have the model's dtype. mixed_decode_tax_N: in steps of rows of
+two adapters and of none, in turns.
 Processor time of the whole process, because it counts in whatever else the machine does.
 """
 
@@ -51,14 +53,21 @@ def measure(sizes: Sizes, dtype: str) -> dict[str, Spread]:
     ):
         tensors = {name: one for name, one in shared.module.state_dict().items() if ".lora_" in name}
         alone.load_adapter("adapter", tensors, config=_config(sizes.rank))
+        narrow = {name: one.to(models.DTYPES[dtype]) for name, one in tensors.items()}
+        alone.load_adapter("narrow", narrow, config=_config(sizes.rank), autocast=False)
         for count in sizes.sequences:
             sides = {
-                "base": _seconds(alone, "__base__", count, sizes.new_tokens),
-                "loaded": _seconds(alone, "adapter", count, sizes.new_tokens),
-                "shared": _seconds(shared, "default", count, sizes.new_tokens),
+                "base": _seconds(alone, ["__base__"], count, sizes.new_tokens),
+                "loaded": _seconds(alone, ["adapter"], count, sizes.new_tokens),
+                "shared": _seconds(shared, ["default"], count, sizes.new_tokens),
+                "mixed": _seconds(alone, ["adapter", "__base__", "narrow"], count, sizes.new_tokens),
             }
+            titles = {"loaded": "decode_tax", "shared": "shared_decode_tax", "mixed": "mixed_decode_tax"}
+            if dtype != "fp32":
+                sides["narrow"] = _seconds(alone, ["narrow"], count, sizes.new_tokens)
+                titles["narrow"] = "narrow_decode_tax"
             rounds = [{name: side() for name, side in sides.items()} for _ in range(sizes.rounds + 1)][1:]
-            for name, title in (("loaded", "decode_tax"), ("shared", "shared_decode_tax")):
+            for name, title in titles.items():
                 ratios = [one[name][1] / one["base"][1] for one in rounds]
                 metrics[f"{title}_{count}{suffix}"] = spread(ratios)
             metrics[f"prefill_tax_{count}{suffix}"] = spread([one["loaded"][0] / one["base"][0] for one in rounds])
@@ -78,14 +87,21 @@ def _adapted(sizes: Sizes, dtype: str) -> nn.Module:
     return model
 
 
-def _seconds(worker: RolloutWorker, adapter: str, count: int, new_tokens: int) -> Callable[[], tuple[float, float]]:
-    """Return a turn: seconds of processor time of the prompts, and of the decode steps behind them."""
+def _seconds(
+    worker: RolloutWorker, adapters: list[str], count: int, new_tokens: int
+) -> Callable[[], tuple[float, float]]:
+    """Return a turn: seconds of processor time of the prompts, which go through these adapters in turns, and of the
+    decode steps behind them."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(worker.limits.vocab_size, (count, PROMPT), generator=generator).tolist()
 
     def run(tokens: int) -> float:
         began = time.process_time()
-        worker.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, adapter=adapter))
+        asked = [
+            SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, adapter=adapters[place % len(adapters)])
+            for place in range(count)
+        ]
+        worker.generate(prompts, asked)
         return time.process_time() - began
 
     def turn() -> tuple[float, float]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel
-from samebit.kernels.cpu.base.memory import elements, floats, kind_of, scratch, with_unit_stride
+from samebit.kernels.cpu.base.memory import NO_END, copy, elements, floats, kind_of, longs, scratch, with_unit_stride
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
@@ -71,7 +71,7 @@ class Matrices(NamedTuple):
     @staticmethod
     def of(terms: LowRanks) -> "Matrices | None":
         """Return that of float32 matrices, worked out once; None of others."""
-        if not terms.in_float32:
+        if terms.dtype is not torch.float32:
             return None
         if _KEY not in terms.worked_out:
             terms.worked_out[_KEY] = Matrices._worked_out(terms)
@@ -94,7 +94,7 @@ class Matrices(NamedTuple):
             fields += first, rank, second, outputs
             work += rank * (inputs + outputs)
         layers = (*fields, *(0,) * (MOST_LAYERS * _FIELDS - len(fields)))
-        return Matrices(held, layers, panel, _scales(terms.each), work)
+        return Matrices(held, layers, panel, scales_of(terms.each), work)
 
 
 def _panel(downs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,26 +125,29 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks
     add_terms(
         count * matrices.work // PRODUCTS,
         rows.data_ptr(), stride, count, inputs, matrices.layers, matrices.panel,
-        matrices.scales, (*addresses, *(0,) * (MOST_LAYERS - len(addresses))), kind_of(x.dtype),
+        matrices.scales, (*addresses, *(0,) * (MOST_LAYERS - len(addresses))), 0, kind_of(x.dtype),
     )  # fmt: skip
     return results
 
 
-def _scales(terms: Sequence[LowRank]) -> tuple[float, ...]:
+def scales_of(terms: Sequence[LowRank]) -> tuple[float, ...]:
+    """Return the factors of up to three layers, zeros behind them."""
     return (*(term.scale for term in terms), *(0.0,) * (MOST_LAYERS - len(terms)))
 
 
 def _add_to_rows(
     threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, panel: int, scales: Any,
-    outs: Any, kind: Any,
+    outs: Any, chosen: int, kind: Any,
 ) -> None:  # fmt: skip
-    """Add the terms of all layers to the results, which lie at ``outs``, each ``[T, N]``."""
+    """Add the terms of all layers to the results, which lie at ``outs``, each ``[T, N]``; to ``rows`` of them, whose
+    numbers are at ``chosen``, or to the first with 0 there."""
     fewest = (rows + _MOST_ROWS - 1) // _MOST_ROWS
     even = (fewest + threads - 1) // threads * threads
     items = max(fewest, min(even, rows // _LEAST_ROWS), min(rows, 1))
     share_out(
-        _add_to_some, items, threads, (items, x_address, x_stride, rows, inputs, layers, panel, scales, outs, kind)
-    )
+        _add_to_some, items, threads,
+        (items, x_address, x_stride, rows, inputs, layers, panel, scales, outs, chosen, kind),
+    )  # fmt: skip
 
 
 add_terms = SharedKernel(_add_to_rows)
@@ -153,15 +156,15 @@ add_terms = SharedKernel(_add_to_rows)
 @kernel_part
 def _add_to_some(
     item: int, items: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, panel: int, scales: Any,
-    outs: Any, kind: Any,
+    outs: Any, chosen: int, kind: Any,
 ) -> None:  # fmt: skip
     """Add the terms to one of ``items`` parts of the rows."""
     first, last = rows * item // items, rows * (item + 1) // items
+    lines = longs(chosen + 8 * first, last - first if chosen else 0)
     width = _column_of(layers, MOST_LAYERS)
     lows = scratch((last - first) * width)
-    x = elements(x_address, rows * x_stride, kind)
     lows[:] = _ZERO
-    given = x[first * x_stride :]
+    given = _part_of(x_address, x_stride, first, last, lines, kind)
     if panel != 0:
         turned = floats(panel, inputs * width)
         for k in range(0, inputs, SUM_BLOCK):
@@ -172,7 +175,7 @@ def _add_to_some(
     for place in range(MOST_LAYERS):
         at = place * _FIELDS
         rank, outputs = layers[at + 1], layers[at + 3]
-        out = elements(outs[place], rows * outputs, kind)[first * outputs : last * outputs]
+        out = _part_of(outs[place], outputs, first, last, lines, kind)
         low = Rows(lows, _column_of(layers, place), width)
         scale = np.float32(scales[place])
         if panel != 0:
@@ -180,6 +183,28 @@ def _add_to_some(
             _add_columns(low, last - first, blocks, 0, outputs, rank, scale, out, outputs)
         else:
             _add_up(low, last - first, floats(layers[at + 2], outputs * rank), rank, scale, out, outputs)
+        write_lines(out, lines, elements(outs[place], NO_END, kind), outputs)
+
+
+@kernel_part
+def _part_of(address: int, width: int, first: int, last: int, lines: Any, kind: Any) -> Any:
+    """Return the rows ``first`` to ``last`` where they lie, or a copy of the rows that ``lines`` names, if any."""
+    source = elements(address, NO_END, kind)
+    if len(lines) == 0:
+        return source[first * width : last * width]
+    copied = np.empty(len(lines) * width, source.dtype)
+    for place in range(len(lines)):
+        at = lines[place] * width
+        copy(source[at : at + width], copied[place * width :])
+    return copied
+
+
+@kernel_part
+def write_lines(rows: Any, lines: Any, out: Any, width: int) -> None:
+    """Write rows to where ``lines`` says."""
+    for place in range(len(lines)):
+        at = lines[place] * width
+        copy(rows[place * width : (place + 1) * width], out[at : at + width])
 
 
 @inlined_part
@@ -301,7 +326,7 @@ def _add_products_of_linear(results: Sequence[torch.Tensor], rows: torch.Tensor,
         addresses += product.data_ptr(), out.data_ptr(), product.shape[-1]
     layers = (*addresses, *(0,) * (MOST_LAYERS * _ADDED_FIELDS - len(addresses)))
     work = sum(product.numel() for product in products)
-    _add_products(work, len(rows), layers, _scales(terms), kind_of(results[0].dtype), kind_of(dtype))
+    _add_products(work, len(rows), layers, scales_of(terms), kind_of(results[0].dtype), kind_of(dtype))
 
 
 def _add_products_to_rows(threads: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
@@ -320,11 +345,11 @@ def _add_products_to_row(row: int, rows: int, layers: Any, scales: Any, kind: An
         first = np.int64(row) * outputs
         product = elements(layers[at], rows * outputs, product_kind)[first:]
         out = elements(layers[at + 1], rows * outputs, kind)[first:]
-        _add_scaled(product, out, outputs, np.float32(scales[place]))
+        add_scaled(product, out, outputs, np.float32(scales[place]))
 
 
 @kernel_part
-def _add_scaled(product: Any, out: Any, count: int, scale: Any) -> None:
+def add_scaled(product: Any, out: Any, count: int, scale: Any) -> None:
     """Add ``scale * product`` to ``count`` elements of ``out``, rounded once."""
     for i in range(count):
         scaled = widen(product[i]) * scale

@@ -1,7 +1,7 @@
 """Find what the linear layers of a decoder layer multiply with, where the whole layer is one call.
 
-Nothing of a module is kept: its parameters are looked up at each call. Those of an adapter that all rows go through
-are in the sites that the modules' own calls made (`lora.forwards`), and are forgotten with them.
+Nothing of a module is kept: its parameters are looked up at each call. Those of the adapters that rows go through are
+in the sites that the modules' own calls made (`lora.forwards`), and are forgotten with them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from samebit.kernels.binding.layers.untouched import product_of
 from samebit.kernels.binding.lora.forwards import LinearFacts
 from samebit.kernels.binding.modules import MLPFacts
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.lora.adapters import PlacedTerms, Site, Sites
+from samebit.kernels.layout.lora.adapters import GroupTerms, PlacedTerms, RowAdapters, Site
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.ops.activation import IN_KERNELS, SILU
 from samebit.kernels.ops.linear import weight_and_bias
@@ -25,7 +25,7 @@ Groups = tuple[tuple[Any, ...], ...]
 """Lists the linear layers of a decoder layer, those of one input together."""
 
 Linears = tuple[Sequence[tuple[Layer, ...]], Sequence[PlacedTerms | None]]
-"""Holds weights and biases of groups, and what an adapter adds to each."""
+"""Holds weights and biases of groups, and what adapters add to each."""
 
 
 def facts_of_part(module: nn.Module, parts: Attachments) -> Any:
@@ -62,11 +62,11 @@ def is_gated_mlp(facts: Any) -> bool:
 
 
 def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linears | None:
-    """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell,
-    where its sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""
+    """Return weights and biases of the groups' layers, and the terms of the adapters; None where a hook could tell,
+    where their sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""
     adapters = context.adapters
     if adapters is not None and adapters.groups:
-        return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
+        return _linears_of_sites(groups, adapters) if adapters.sites else None
     if adapters is None and wrapped:
         return None
     layers: list[tuple[Layer, ...]] = []
@@ -87,17 +87,31 @@ def in_parts(linears: Linears, sizes: tuple[int, ...]) -> Linears | None:
         return None
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     parts = tuple(zip(weight.split(sizes), biases, strict=True))
-    of_parts = None if placed is None else (tuple(range(len(sizes))), placed[1].in_parts(sizes))
+    of_parts = None if placed is None else placed.in_parts(sizes)
     return [parts, *others], [of_parts, *terms]
 
 
-def _linears_of_sites(groups: Groups, sites: Sites) -> Linears | None:
-    found = [sites.get(modules) for modules in groups]
-    known = [site for site in found if site is not None and not any(site.hooks)]
-    if len(known) < len(groups):
-        return None
-    return [site.layers for site in known], [_placed(site) for site in known]
+def _linears_of_sites(groups: Groups, adapters: RowAdapters) -> Linears | None:
+    layers: list[tuple[Layer, ...]] = []
+    terms: list[PlacedTerms | None] = []
+    for modules in groups:
+        found = [sites.get(modules) for sites in adapters.sites]
+        known = [site for site in found if site is not None and not any(site.hooks)]
+        if len(known) < len(found):
+            return None
+        layers.append(known[0].layers)
+        terms.append(_placed(known, adapters))
+    return layers, terms
 
 
-def _placed(site: Site) -> PlacedTerms | None:
-    return None if site.terms is None else (site.places, site.terms)
+def _placed(sites: Sequence[Site], adapters: RowAdapters) -> PlacedTerms | None:
+    """Return what is added to layers of one input; ``sites``: of each group's adapter."""
+    first = sites[0]
+    if adapters.one_for_all:
+        return first.placed
+    added = tuple(
+        GroupTerms(site.places, site.terms, rows)
+        for site, (_, rows) in zip(sites, adapters.groups, strict=True)
+        if site.terms is not None
+    )
+    return PlacedTerms(added, first.dtype) if added else None

@@ -4,7 +4,7 @@ What a kind of layer computes is in its facts (`known.LayerFacts`): `attention`,
 
 Invariants:
 
-* The modules decide: a hook on one of them, a forward that was replaced, several adapters in one call, and gradients
+* The modules decide: a hook on one of them, a forward that was replaced, an adapter in its first step, and gradients
   bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
 * What is kept of a module is compared with it at each call (`known`).
 """

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
-from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters, Site
+from samebit.kernels.layout.lora.adapters import RowAdapters, Site
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.layers.gated import gated_linears
 from samebit.kernels.ops.linear import (
@@ -125,7 +125,7 @@ def projections(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> list[torch.T
     adapters = _adapters_of_call()
     if adapters is None:
         return linears(x, modules)
-    found = _by_site(x, modules, adapters)
+    found = _by_sites(x, modules, adapters)
     if found is not None:
         return found
     if not all(map(_is_named, modules)):
@@ -158,46 +158,47 @@ def gated_projections(activation: str, x: torch.Tensor, modules: tuple[nn.Module
 def projection(x: torch.Tensor, module: Any) -> torch.Tensor:
     """Make a bound linear layer's own call, or compute what it would: the same bits."""
     adapters = _adapters_of_call()
-    found = None if adapters is None else _by_site(x, (module,), adapters)
+    found = None if adapters is None else _by_sites(x, (module,), adapters)
     out: torch.Tensor = module(x) if found is None else found[0]
     return out
 
 
-def _by_site(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
+def _by_sites(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
     """Compute what the modules would, without calling them; None where a hook could tell."""
-    sites = adapters.sites
-    if sites is None or torch.is_grad_enabled():
+    if not adapters.sites or torch.is_grad_enabled():
         return None
-    site = sites.get(modules)
-    if site is None:
-        return _new_site(x, modules, adapters)
-    if any(site.hooks) or some_listen_to_all():
+    found = [sites.get(modules) for sites in adapters.sites]
+    known = [site for site in found if site is not None]
+    if len(known) < len(found):
+        return _new_sites(x, modules, adapters)
+    if any(any(site.hooks) for site in known) or some_listen_to_all():
         return None
-    outs = multiply(x, site.layers)
-    if site.terms is not None:
-        changed = add_checked([outs[place] for place in site.places], x, site.terms)
-        for place, out in zip(site.places, changed, strict=True):
-            outs[place] = out
+    outs = multiply(x, known[0].layers)
+    for site, (_, rows) in zip(known, adapters.groups, strict=True):
+        if site.terms is not None:
+            outs = _with_added(x, outs, site.places, rows, partial(add_checked, terms=site.terms))
     return outs
 
 
-def _new_site(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
+def _new_sites(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
     """Keep what the next calls of these modules compute, and compute it with all checks."""
-    if adapters.sites is None or not all(map(_is_named, modules)):
+    if not all(map(_is_named, modules)):
         return None
     bases = [_multiplied(module) for module in modules]
     if not all(map(is_plain, bases)) or any(map(is_hooked, modules)):
         return None
-    ((adapter, _),) = adapters.groups
-    deltas, places = adapter.of_layers(tuple(map(_name_of, modules)))
-    terms = known_terms(deltas, adapters.kept) if places else None
-    if places and terms is None:
-        return None
-    parts = [part for delta in deltas.each for part in (delta.down, delta.up)]
-    hooks = [hooks for one in (*modules, *bases, *parts) for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-    layers = tuple(map(weight_and_bias, bases))
-    outs = _adapted(x, multiply(x, layers), tuple(map(_name_of, modules)), adapters)
-    adapters.sites[modules] = Site(layers, places, terms, tuple(hooks))
+    names, layers, new = tuple(map(_name_of, modules)), tuple(map(weight_and_bias, bases)), list[Site]()
+    for adapter, _ in adapters.groups:
+        deltas, places = adapter.of_layers(names)
+        terms = known_terms(deltas, adapters.kept) if places else None
+        if places and terms is None:
+            return None
+        parts = [part for delta in deltas.each for part in (delta.down, delta.up)]
+        hooks = [hooks for one in (*modules, *bases, *parts) for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        new.append(Site(layers, places, terms, tuple(hooks)))
+    outs = _adapted(x, multiply(x, layers), names, adapters)
+    for sites, site in zip(adapters.sites, new, strict=True):
+        sites[modules] = site
     return outs
 
 
@@ -236,21 +237,25 @@ def _adapted(
     """Add what the adapters of the call have for these layers, which share the input."""
     for adapter, rows in adapters.groups:
         deltas, places = adapter.of_layers(layers)
-        if len(places) == len(outs):
-            outs = _with_deltas(x, outs, deltas, rows, adapters.kept)
-        elif places:
-            some = _with_deltas(x, [outs[place] for place in places], deltas, rows, adapters.kept)
-            changed = dict(zip(places, some, strict=True))
-            outs = [changed.get(place, out) for place, out in enumerate(outs)]
+        if places:
+            outs = _with_added(x, outs, places, rows, partial(add_low_rank, deltas=deltas, kept=adapters.kept))
     return outs
 
 
-def _with_deltas(
-    x: torch.Tensor, outs: list[torch.Tensor], deltas: Deltas, rows: torch.Tensor | None, kept: KeptTerms | None
+def _with_added(
+    x: torch.Tensor, outs: list[torch.Tensor], places: tuple[int, ...], rows: torch.Tensor | None,
+    add: Callable[..., Any],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the results with those at these places as ``add`` makes them: in all rows, or in some."""
+    some = [outs[place] for place in places]
+    changed = dict(zip(places, add(some, x) if rows is None else _added_to_rows(x, some, rows, add), strict=True))
+    return [changed.get(place, out) for place, out in enumerate(outs)]
+
+
+def _added_to_rows(
+    x: torch.Tensor, outs: list[torch.Tensor], rows: torch.Tensor, add: Callable[..., Any]
 ) -> list[torch.Tensor]:
-    if rows is None:
-        return add_low_rank(outs, x, deltas, kept)
     rows = rows.to(x.device)
     flat = [out.reshape(-1, out.shape[-1]) for out in outs]
-    parts = add_low_rank([out[rows] for out in flat], x.reshape(-1, x.shape[-1])[rows], deltas, kept)
+    parts = add([out[rows] for out in flat], x.reshape(-1, x.shape[-1])[rows])
     return [whole.index_copy(0, rows, part).view(out.shape) for whole, part, out in zip(flat, parts, outs, strict=True)]

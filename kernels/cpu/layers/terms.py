@@ -1,54 +1,56 @@
-"""Add the terms of an adapter inside of a kernel that computes several operations in one call.
+"""Add the terms of adapters inside of a kernel that computes several operations in one call.
 
-There is a kernel with what adds them and one without: as a branch each would be compiled for calls that have none.
+There is a kernel with what adds them and one without: as a branch each would be compiled for calls that have none. What
+adds those of one adapter is a kernel too (`adapter_rows`), called at an address that stands before its numbers.
 """
 
+from array import array
 from collections.abc import Iterable
-from struct import calcsize
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from samebit.kernels.cpu.base.callee import call_at
 from samebit.kernels.cpu.base.memory import read
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
+from samebit.kernels.cpu.layers.adapter_rows import address_of_kernel, numbers_at
 from samebit.kernels.cpu.layers.calls import kernel_at
-from samebit.kernels.cpu.layers.products import Kernels, shared
-from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
-from samebit.kernels.layout.lora.adapters import PlacedTerms
+from samebit.kernels.cpu.layers.products import Kernels
+from samebit.kernels.layout.lora.adapters import GroupTerms, PlacedTerms
 
-_add_terms = add_terms.part
+LAYOUT = "2q"
+"""Lays out, in a layer's record, where the `Group` numbers of layers of one input lie, and how many these are."""
 
-NO_TERMS = ((0,) * 12, 0, (0.0,) * MOST_LAYERS, (0,) * MOST_LAYERS, 0)
-"""Stands for what an adapter does not add: `Terms` as a kernel takes them."""
+NO_TERMS = array("q")
+"""Stands for what no adapter adds."""
 
-
-LAYOUT = "12q q 3d 3q q"
-"""Lays out `Terms` among the numbers of a layer (`calls.record`)."""
-
-_SIZE = calcsize(LAYOUT)
+_SIZE = 2 * 8
+_KEY = "groups on the CPU"
 
 
-class Terms(NamedTuple):
-    """Holds what an adapter adds to layers that share an input: `low_rank.Matrices`, the places of their layers, and
-    products a row; without products nothing is added."""
+class Group(NamedTuple):
+    """Holds the addresses of a kernel and of the numbers that it reads; and where the numbers of the rows are that go
+    through an adapter, 0 for all rows, and how many these are."""
 
-    layers: Any
-    panel: int
-    scales: Any
-    places: Any
-    work: int
+    kernel: int
+    numbers: int
+    chosen: int
+    rows: int
+
+
+_GROUP = len(Group._fields)
 
 
 class LayerKernels(NamedTuple):
-    """Holds the kernels of a layer without the terms of an adapter, and with them."""
+    """Holds the kernels of a layer without the terms of adapters, and with them."""
 
     plain: Kernels
     adapted: Kernels
 
     def at(self, groups: Iterable[object], dtype: torch.dtype) -> int:
-        """Return the address of the kernel for these `Terms` and elements of this type, on this processor."""
+        """Return the address of the kernel for these `terms_of` and elements of this type, on this processor."""
         kernels = self.plain if all(group is NO_TERMS for group in groups) else self.adapted
         return kernel_at(kernels.of(dtype), dtype)
 
@@ -60,37 +62,37 @@ def add_nothing(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: 
 
 @kernel_part
 def add_adapter(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: Any, kind: Any) -> None:
-    """Add the terms of an adapter to the results ``outs`` of up to three layers."""
-    group = Terms(*terms)
-    if group.work > 0:
-        first, second, third = group.places
-        _add_terms(
-            shared(rows * group.work // PRODUCTS, threads), x, inputs, rows, inputs, group.layers, group.panel,
-            group.scales, (outs[first], outs[second], outs[third]), kind,
-        )  # fmt: skip
+    """Add the terms of all adapters to the results ``outs`` of up to three layers."""
+    first, count = terms
+    for place in range(0, count, _GROUP):
+        group = Group(*read(first + 8 * place, _GROUP, np.int64(0)))
+        number = group.rows if group.chosen else rows
+        call_at(group.kernel, (threads, x, inputs, group.numbers, group.chosen, number, outs, kind))
 
 
 @inlined_part
 def terms_at(address: int, place: int) -> Any:
-    """Read the `Terms` that lie at the ``place`` behind an address."""
-    no, first = np.int64(0), address + place * _SIZE
-    layers, scales, rest = read(first, 13, no), read(first + 13 * 8, 3, np.float64(0)), read(first + 16 * 8, 4, no)
-    return layers[:12], layers[12], scales, rest[:3], rest[3]
+    """Read what `numbers_of` gives, which lies at the ``place`` behind an address."""
+    return read(address + place * _SIZE, 2, np.int64(0))
 
 
-def numbers_of(group: tuple[Any, ...]) -> tuple[float, ...]:
-    """Return `Terms` one number after the other, as `LAYOUT` takes them."""
-    layers, panel, scales, places, work = group
-    return (*layers, panel, *scales, *places, work)
+def numbers_of(groups: "array[int]") -> tuple[int, int]:
+    """Return where groups lie, and how many numbers they are, as `LAYOUT` takes them."""
+    return groups.buffer_info()
 
 
-def terms_of(placed: PlacedTerms | None) -> tuple[Any, ...]:
-    """Return `Terms` as a kernel takes them; ``placed`` has float32 matrices."""
+def terms_of(placed: PlacedTerms | None) -> "array[int]":
+    """Return the `Group` of each adapter, one behind the other; they stay where they are as long as ``placed``."""
     if placed is None:
         return NO_TERMS
-    places, terms = placed
-    matrices = Matrices.of(terms)
-    if matrices is None:
-        raise TypeError("an adapter's matrices are not float32; allowed in a layer's one call: torch.float32")
-    padded = (*places, *(0,) * (MOST_LAYERS - len(places)))
-    return matrices.layers, matrices.panel, matrices.scales, padded, matrices.work
+    if _KEY not in placed.worked_out:
+        groups = (_group_of(group, placed.dtype) for group in placed.groups)
+        placed.worked_out[_KEY] = array("q", chain.from_iterable(groups))
+    found: array[int] = placed.worked_out[_KEY]
+    return found
+
+
+def _group_of(group: GroupTerms, dtype: torch.dtype) -> Group:
+    places, terms, rows = group
+    chosen, count = (0, 0) if rows is None else (rows.data_ptr(), len(rows))
+    return Group(address_of_kernel(terms.dtype, dtype), numbers_at(places, terms), chosen, count)

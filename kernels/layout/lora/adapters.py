@@ -55,9 +55,10 @@ class LowRanks:
     worked_out: dict[object, Any] = field(default_factory=dict)
 
     @cached_property
-    def in_float32(self) -> bool:
-        """Return whether all matrices are float32."""
-        return all(term.down.dtype is torch.float32 for term in self.each)
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype of all matrices; None of several."""
+        dtypes = {term.down.dtype for term in self.each}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def in_parts(self, sizes: tuple[int, ...]) -> "LowRanks":
         """Return the terms of one layer as those of layers that have so many of its outputs each, worked out once."""
@@ -69,8 +70,43 @@ class LowRanks:
         return found
 
 
-PlacedTerms = tuple[tuple[int, ...], LowRanks]
-"""Names what is added to some of the layers that share an input: their places among these, and the terms."""
+class GroupTerms(NamedTuple):
+    """Names what an adapter adds to some of the layers that share an input: their places among these, the terms, and
+    the rows ``[n]`` int64 that go through it, None for all."""
+
+    places: tuple[int, ...]
+    terms: LowRanks
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedTerms:
+    """Holds what the adapters of a call add to layers that share an input.
+
+    Attributes:
+        groups: of each adapter that changes one of the layers.
+        dtype: of the layers.
+        worked_out: what kernels have worked out of it, which lasts as long as this.
+    """
+
+    groups: tuple[GroupTerms, ...]
+    dtype: torch.dtype
+    worked_out: dict[object, Any] = field(default_factory=dict)
+
+    def in_parts(self, sizes: tuple[int, ...]) -> "PlacedTerms":
+        """Return the terms of one layer as those of layers that have so many of its outputs each, worked out once."""
+        if sizes not in self.worked_out:
+            groups = (
+                GroupTerms(tuple(range(len(sizes))), terms.in_parts(sizes), rows) for _, terms, rows in self.groups
+            )
+            self.worked_out[sizes] = replace(self, groups=tuple(groups), worked_out={})
+        found: PlacedTerms = self.worked_out[sizes]
+        return found
+
+    @property
+    def fit_one_call(self) -> bool:
+        """Return whether each adapter's matrices are float32, or all of the layers' dtype."""
+        return all(group.terms.dtype in (torch.float32, self.dtype) for group in self.groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +170,16 @@ class Site:
     places: tuple[int, ...]
     terms: LowRanks | None
     hooks: tuple[Mapping[int, Any], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the layers."""
+        return self.layers[0][0].dtype
+
+    @cached_property
+    def placed(self) -> PlacedTerms | None:
+        """Return what is added to all rows; None for nothing."""
+        return None if self.terms is None else PlacedTerms((GroupTerms(self.places, self.terms),), self.dtype)
 
 
 Sites = dict[tuple[nn.Module, ...], Site]
@@ -212,19 +258,33 @@ class RowAdapters:
 
     Attributes:
         kept: what earlier calls with the same weights have kept; None where changes are not announced.
-        sites: of the adapter that all rows go through, as long as the weights stay; None where there are several.
     """
 
     groups: tuple[tuple[Adapter, torch.Tensor | None], ...] = ()
     kept: KeptTerms | None = None
-    sites: Sites | None = None
 
     @classmethod
     def all_through(cls, adapter: Adapter | None, kept: KeptTerms | None = None) -> "RowAdapters":
         """Return the choice of one adapter for all rows; None for the model alone."""
-        if adapter is None:
-            return cls(kept=kept)
-        return cls(((adapter, None),), kept, None if kept is None else kept.sites_of(adapter))
+        return cls(() if adapter is None else ((adapter, None),), kept)
+
+    @cached_property
+    def sites(self) -> tuple[Sites, ...]:
+        """Return the sites of each group's adapter, as long as the weights stay; none if nobody announces changes."""
+        return () if self.kept is None else tuple(self.kept.sites_of(adapter) for adapter, _ in self.groups)
+
+    @property
+    def one_for_all(self) -> bool:
+        """Return whether all rows go through one adapter."""
+        return len(self.groups) == 1 and self.groups[0][1] is None
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Return the lowest and the highest row that a group names; zeros where none names any."""
+        named = [rows for _, rows in self.groups if rows is not None and len(rows)]
+        if not named:
+            return 0, 0
+        return min(int(rows.min()) for rows in named), max(int(rows.max()) for rows in named)
 
     def on(self, device: torch.device) -> "RowAdapters":
         """Return the choice with its rows on the device, once for all layers, without waiting for it."""

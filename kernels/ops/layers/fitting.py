@@ -7,18 +7,25 @@ import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.weights import LayerWeights
-from samebit.kernels.layout.lora.adapters import PlacedTerms
+from samebit.kernels.layout.lora.adapters import PlacedTerms, RowAdapters
 from samebit.kernels.ops.rope import RotaryTables
 
 
 def call_fits(context: ForwardContext, terms: Iterable[PlacedTerms | None]) -> bool:
-    """Return whether the call is a rollout's, of all its rows, with at most an adapter in float32."""
+    """Return whether the call is a rollout's, of all its rows, with adapters for rows that are there, whose matrices
+    are float32 or of the layers' dtype."""
     return (
         context.pages is not None
         and context.covers_all_rows
         and not torch.is_grad_enabled()
-        and all(placed is None or placed[1].in_float32 for placed in terms)
+        and all(placed is None or placed.fit_one_call for placed in terms)
+        and (context.adapters is None or _rows_are_there(context.adapters, context.num_rows))
     )
+
+
+def _rows_are_there(adapters: RowAdapters, count: int) -> bool:
+    first, last = adapters.bounds
+    return first >= 0 and last < count
 
 
 def rows_fit(x: torch.Tensor, tables: RotaryTables, width: int) -> bool:
