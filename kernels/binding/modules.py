@@ -89,6 +89,10 @@ class DecoderFacts:
     embedding_factor: str = ""
     drops_rows: bool = False
 
+    def chosen_in(self, context: ForwardContext) -> bool:
+        """Return whether the context says which adapter rows go through, where peft has put some into the decoder."""
+        return self.adapters is None or context.adapters is not None
+
 
 @dataclass(frozen=True, eq=False)
 class RotaryFacts:
@@ -184,11 +188,15 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.float32_residual:
         check_residual_is_not_cast([*self.layers, self.norm_f])
     positions = context.positions.view(ids.shape)
-    plain = facts.plain and facts.adapters is None and not (args or casts or ids.is_cuda)
-    if plain and runs_plainly(self, context, kwargs):
-        return plain_decoder(self, ids, positions)
     if facts.adapters is not None:
         facts.adapters.check_unmerged()
+    plain = facts.plain and facts.chosen_in(context) and not (args or casts or ids.is_cuda)
+    if plain and runs_plainly(self, context, kwargs):
+        hidden = plain_decoder(self, ids, positions)
+        if facts.adapters is not None:  # they may have been merged meanwhile
+            facts.adapters.check_unmerged()
+        return hidden
+    if facts.adapters is not None:
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
         positions = LayoutPositions.of(context, positions)
     kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)

@@ -1,5 +1,7 @@
 """A layer whose rows go through several adapters, or through matrices in bfloat16, is one call with their bits."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -22,7 +24,9 @@ PROMPTS = token_ids(1, 65, 3, 130, 2, 31, 17)
 NAMES = ("default", "some", None, "own", "default", None, "some")
 """Names the adapter of each prompt: the rows of no adapter are neighbours."""
 
-PARAMS = [SamplingParams(max_tokens=7, seed=seed, ignore_eos=True, adapter=name) for seed, name in enumerate(NAMES)]
+PARAMS = [
+    SamplingParams(max_tokens=7 + 2 * seed, seed=seed, ignore_eos=True, adapter=name) for seed, name in enumerate(NAMES)
+]
 RANKS = (1, 5, 17, 100) if CAMPAIGN else (1, 17)
 FAMILIES = ("Qwen3", "Gemma2", "Glm4", "Granite", "Qwen3_5", "DeepseekV3")
 
@@ -91,6 +95,51 @@ def test_a_few_rows_of_two_adapters(count: int, layers_of_calls: list[int]) -> N
         assert_same_samples(apart, mixed)
 
 
+def test_steps_through_adapters_are_one_call(layers_of_calls: list[int]) -> None:
+    """Steps of a worker on the trainer's model are one call from embedding to head, through one adapter or several."""
+    model = make_peft("Qwen3", config=config_for("Qwen3", 3))
+    add(model, "ref", lora_config(5, target_modules=["v_proj"]))
+    with RolloutWorker(bind(model), config=RolloutConfig(enable_prefix_caching=False)) as worker:
+        for names in (("default",) * 3, ("__base__",) * 3, ("default", "ref", "__base__")):
+            layers_of_calls.clear()
+            found = worker.generate(PROMPTS[:3], [replace(PARAMS[0], adapter=name) for name in names])
+            assert layers_of_calls[-3:] == [2 + 2] * 3
+            for place, name in enumerate(names):
+                alone = worker.generate(PROMPTS[place : place + 1], replace(PARAMS[0], adapter=name))
+                assert_same_samples(found[place : place + 1], alone)
+
+
+def test_an_update_reaches_steps_of_several_adapters() -> None:
+    model = make_peft("Qwen3", config=config_for("Qwen3", 3))
+    add(model, "ref", lora_config(5, target_modules=["v_proj"]))
+    asked = [replace(one, adapter=name) for one, name in zip(PARAMS, ("default", "ref", "default"), strict=False)]
+    with RolloutWorker(bind(model), config=RolloutConfig(enable_prefix_caching=False)) as worker:
+        before = worker.generate(PROMPTS[:3], asked)
+        with worker.weight_update():
+            wake(model, seed=3)
+        found = worker.generate(PROMPTS[:3], asked)
+    assert_same_samples(found[1:2], before[1:2])
+    assert found[0].samples[0].logprobs != before[0].samples[0].logprobs
+    assert_matches_trainer(model, found[::2], asked[::2])
+
+
+def test_nothing_is_left_of_an_adapter_whose_rows_were_beside_those_of_another() -> None:
+    trainer = several("Qwen3", torch.float32)
+    asked = [replace(PARAMS[0], adapter=name) for name in ("default", "some")]
+    with serving(trainer, "Qwen3", torch.float32) as worker:
+        loaded = worker._adapters.registry.loaded("some")
+        weights = [weakref.ref(side.weight) for one in loaded.adapter.deltas.values() for side in (one.down, one.up)]
+        del loaded
+        gc.disable()
+        try:
+            worker.generate(PROMPTS[:2], asked)
+            worker.drop_adapter("some")
+            worker.generate(PROMPTS[:1], asked[0])  # behind the last step through both
+            assert [weight() for weight in weights] == [None] * len(weights)
+        finally:
+            gc.enable()
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_matrices_of_the_models_dtype_are_added_in_the_layers_call(rank: int, layers_of_calls: list[int]) -> None:
     config = config_for("Qwen3", rank)
@@ -123,7 +172,7 @@ def test_versions_of_an_adapter_in_flight_are_rows_of_one_call(layers_of_calls: 
         worker.resume()
         assert_same_samples([begun.result(HANG)], [old])
         new, other = second.result(HANG), third.result(HANG)
-        assert len(layers_of_calls) >= 2 * (long.max_tokens - 2)
+        assert sum(layers_of_calls) >= 2 * (long.max_tokens - 2)
     assert new.samples[0].logprobs != old.samples[0].logprobs
     assert_matches_trainer(trainer, [new], [long])
     trainer.set_adapter("some")

@@ -19,7 +19,6 @@ from samebit.kernels.binding.layers.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
-from samebit.kernels.layout.lora.adapters import KeptTerms
 from samebit.kernels.ops.linear import some_listen, some_listen_to_all
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -113,19 +112,21 @@ class KnownCall:
     @classmethod
     def of(
         cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "",
-        attributes: Sequence[str] = (),
+        attributes: Sequence[str] = (), hooks: Sequence[Mapping[int, Any]] = (),
     ) -> "KnownCall":  # fmt: skip
-        """Note what stands in the modules of a layer now, but for those of a child that is called by itself, and these
-        attributes of its own."""
+        """Note what stands in the modules of a layer now, but for those of a child that is called by itself, these
+        attributes of its own, and hooks of adapters that live beside it."""
         inside = [one for name, child in layer.named_children() if name != apart for one in child.modules()]
-        return cls.of_modules((layer, *inside), inside, found, weights, [(layer, name) for name in attributes])
+        return cls.of_modules((layer, *inside), inside, found, weights, [(layer, name) for name in attributes], hooks)
 
     @classmethod
     def of_modules(
         cls, parents: Iterable[nn.Module], modules: Sequence[nn.Module], found: Any,
         weights: Sequence[torch.Tensor] = (), attributes: Iterable[tuple[nn.Module, str]] = (),
+        hooks: Sequence[Mapping[int, Any]] = (),
     ) -> "KnownCall":  # fmt: skip
-        """Note what the children of the parents are now, what else stands in the modules, and attributes of some."""
+        """Note what the children of the parents are now, what else stands in the modules, attributes of some, and other
+        hooks."""
         places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in modules]
         places += [(module._modules, name) for module in parents for name in module._modules]
         places += [(module.__dict__, name) for module, name in attributes]
@@ -133,7 +134,7 @@ class KnownCall:
         places += [(holder, name) for holder in kept for name in holder]
         holders, names = zip(*places, strict=True)
         things = [holder.get(name) for holder, name in places]
-        return cls(found, _hooks_of(modules), holders, names, things, weights, _marks(weights))
+        return cls(found, [*_hooks_of(modules), *hooks], holders, names, things, weights, _marks(weights))
 
     @classmethod
     def of_all(cls, layers: nn.ModuleList, calls: Sequence["KnownCall"]) -> "KnownCall":
@@ -165,11 +166,11 @@ class KnownCall:
 
 
 def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) -> Found | None:
-    """Return what the layer's one call reads: found again where no adapter is asked for and nothing has changed."""
-    kept = kept_calls(context)
-    if kept is None:
+    """Return what the layer's one call reads: found again where nothing has changed."""
+    calls = kept_calls(context)
+    if calls is None:
         return facts.find(layer, context)
-    known = kept.calls.get(layer)
+    known = calls.get(layer)
     if known is None or not known.holds():
         found = facts.find(layer, context)
         if found is None:
@@ -177,33 +178,42 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
         read, apart = [*found.weights.present, *found.sources], facts.apart
         if found.block is not None:
             read, apart = read + found.block.sources, ""
-        known = kept.calls[layer] = KnownCall.of(layer, found, read, apart, facts.attributes)
+        hooks = [hooks for placed in found.terms if placed is not None for hooks in placed.hooks]
+        known = calls[layer] = KnownCall.of(layer, found, read, apart, facts.attributes, hooks)
     again: Found = known.found
     return again
 
 
 def known_layers(layers: nn.ModuleList, forward: Any, context: ForwardContext) -> list[Found] | None:
     """Return what the one call of each layer reads, where all may be computed one after the other without calling
-    them: each has this forward, no adapter is asked for, and nobody listens to a layer."""
-    kept = kept_calls(context)
-    if kept is None:
-        return None
-    known = kept.calls.get(layers)
+    them: each has this forward, and nobody listens to a layer."""
+    calls = kept_calls(context)
+    known = None if calls is None else calls.get(layers)
     if known is None or not known.holds():
-        if not all(runs(layer, forward) for layer in layers):
-            return None
-        found = [known_weights(layer, layer.__dict__["samebit"], context) for layer in layers]
-        if any(one is None for one in found):
-            return None
-        known = kept.calls[layers] = KnownCall.of_all(layers, [kept.calls[layer] for layer in layers])
+        found = _found_now(layers, forward, context)
+        if calls is None or found is None:
+            return found
+        known = calls[layers] = KnownCall.of_all(layers, [calls[layer] for layer in layers])
     again: list[Found] = known.found
     return again
 
 
-def kept_calls(context: ForwardContext) -> KeptTerms | None:
-    """Return where calls without an adapter are kept; None where one is asked for, or nobody announces changes."""
-    adapters = context.adapters
-    return None if adapters is None or adapters.groups else adapters.kept
+def _found_now(layers: nn.ModuleList, forward: Any, context: ForwardContext) -> list[Found] | None:
+    if not all(runs(layer, forward) for layer in layers):
+        return None
+    all_found: list[Found] = []
+    for layer in layers:
+        found = known_weights(layer, layer.__dict__["samebit"], context)
+        if found is None:
+            return None
+        all_found.append(found)
+    return all_found
+
+
+def kept_calls(context: ForwardContext) -> dict[nn.Module, Any] | None:
+    """Return where it is kept what calls are made of; None in the first step of rows of several kinds, or where nobody
+    announces changes."""
+    return None if context.adapters is None else context.adapters.calls
 
 
 def _hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:

@@ -5,6 +5,7 @@ in the sites that the modules' own calls made (`lora.forwards`), and are forgott
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linear
     where their sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""
     adapters = context.adapters
     if adapters is not None and adapters.groups:
-        return _linears_of_sites(groups, adapters) if adapters.sites else None
+        return _linears_of_sites(groups, adapters) if adapters.sites and adapters.on_host else None
     if adapters is None and wrapped:
         return None
     layers: list[tuple[Layer, ...]] = []
@@ -114,4 +115,6 @@ def _placed(sites: Sequence[Site], adapters: RowAdapters) -> PlacedTerms | None:
         for site, (_, rows) in zip(sites, adapters.groups, strict=True)
         if site.terms is not None
     )
-    return PlacedTerms(added, first.dtype) if added else None
+    if not added:
+        return None
+    return PlacedTerms(added, first.dtype, tuple(chain.from_iterable(site.hooks for site in sites)))

@@ -71,34 +71,44 @@ def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None)
     if found is None:
         return None
     calls, angles = zip((ends.first, tables[0]), *found, (ends.last, tables[0]), strict=True)
+    _check_unmerged(decoder)
     run_layers(ends.x, calls, angles)
+    _check_unmerged(decoder)  # adapters may have been merged meanwhile
     return ends.logits
 
 
+def _check_unmerged(decoder: Any) -> None:
+    facts: DecoderFacts = decoder.samebit
+    if facts.adapters is not None:
+        facts.adapters.check_unmerged()
+
+
 def _known_step(model: Any, context: ForwardContext) -> _Step | None:
-    """Return what a step reads: found again where no adapter is asked for and nothing has changed."""
-    kept = kept_calls(context)
-    if kept is None:
-        return None
-    known = kept.calls.get(model)
-    if known is None or not known.holds():
-        parts = _parts(model)
-        if parts is None or known_layers(parts[0].layers, one_call_forward, context) is None:
+    """Return what a step reads: found again where nothing has changed."""
+    calls = kept_calls(context)
+    known = None if calls is None else calls.get(model)
+    if known is not None and known.holds():
+        step: _Step = known.found
+    else:
+        parts = _parts(model, context)
+        found = None if parts is None else known_layers(parts[0].layers, one_call_forward, context)
+        if parts is None or found is None:
             return None
-        known = kept.calls[model] = _noted(model, parts, kept.calls[parts[0].layers])
-    step: _Step = known.found
+        step = _step_of(parts, found)
+        if calls is not None:
+            calls[model] = _noted(model, parts, step, calls[step.decoder.layers])
     decoder = step.decoder
     whole = len(step.layers) == decoder.config.num_hidden_layers and not step.calls_child
     return step if whole and decoder.embed_tokens.max_norm is None and runs_plainly(decoder, context, {}) else None
 
 
-def _parts(model: Any) -> list[Any] | None:
+def _parts(model: Any, context: ForwardContext) -> list[Any] | None:
     """Return decoder, embedding, angles, last norm and head; None where a call of one does more than is known."""
     decoder, head = model.base_model, model.lm_head
     if not runs(decoder, decoder_forward) or not is_plain(head):
         return None
     facts: DecoderFacts = decoder.samebit
-    if not facts.plain or facts.adapters is not None:
+    if not facts.plain or not facts.chosen_in(context):
         return None
     embedding, names = decoder.embed_tokens, facts.names
     angles, norm = decoder._modules[names.angles], decoder._modules[names.norm]
@@ -112,21 +122,26 @@ def _only_looks_up(embedding: Any) -> bool:
     return type(embedding) is nn.Embedding and "forward" not in embedding.__dict__ and not is_hooked(embedding)
 
 
-def _noted(model: Any, parts: list[Any], layers: KnownCall) -> KnownCall:
-    """Note what the modules around the layers are now, and what these are."""
+def _step_of(parts: list[Any], layers: list[Found]) -> _Step:
+    """Return what a step reads of the modules around the layers, and of these."""
     decoder, embedding, _, norm, head = parts
     weights = EndWeights(
         embedding._parameters["weight"], norm._parameters["weight"], bias_of(norm), weight_and_bias(head)
     )
     calls_child = any(
-        layer.samebit.apart and found.block is None for layer, found in zip(decoder.layers, layers.found, strict=True)
+        layer.samebit.apart and found.block is None for layer, found in zip(decoder.layers, layers, strict=True)
     )
     eps, offset = (norm.eps, 0.0) if type(norm) is nn.LayerNorm else (norm.samebit.eps, norm.samebit.offset)
     numbers = EndNumbers(_factor(decoder, embedding), eps, offset)
-    step = _Step(decoder, layers.found, weights, numbers, calls_child)
-    name = decoder.samebit.embedding_factor
-    read = [(decoder, name)] if name else []
-    return KnownCall.joined(step, [layers, KnownCall.of_modules((model, decoder), parts, None, weights.present, read)])
+    return _Step(decoder, layers, weights, numbers, calls_child)
+
+
+def _noted(model: Any, parts: list[Any], step: _Step, layers: KnownCall) -> KnownCall:
+    """Note what the modules around the layers are now, and what these are."""
+    name = step.decoder.samebit.embedding_factor
+    read = [(step.decoder, name)] if name else []
+    around = KnownCall.of_modules((model, step.decoder), parts, None, step.ends.present, read)
+    return KnownCall.joined(step, [layers, around])
 
 
 def _factor(decoder: Any, embedding: Any) -> float:

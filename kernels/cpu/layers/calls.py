@@ -105,12 +105,11 @@ def kernel_at(kernel: Any, dtype: torch.dtype) -> int:
 def kept_call(
     weights: LayerWeights, places: tuple[int, ...], terms: Iterable[object], make: Callable[[], LayerCall]
 ) -> LayerCall:
-    """Return the call of a layer, made once for as long as its weights are where they are and what it keeps is at these
-    places in memory; with an adapter's terms, each time."""
-    if any(terms):
-        return make()
-    if _KEPT not in weights.worked_out or weights.worked_out[_KEPT][0] != places:
-        weights.worked_out[_KEPT] = places, make()
+    """Return the call of a layer, made once for as long as its weights are where they are, what it keeps is at these
+    places in memory, and adapters' terms are these."""
+    made_of = places, tuple(terms)
+    if _KEPT not in weights.worked_out or weights.worked_out[_KEPT][0] != made_of:
+        weights.worked_out[_KEPT] = made_of, make()
     call: LayerCall = weights.worked_out[_KEPT][1]
     return call
 

@@ -10,11 +10,11 @@ Invariants:
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -86,11 +86,13 @@ class PlacedTerms:
     Attributes:
         groups: of each adapter that changes one of the layers.
         dtype: of the layers.
+        hooks: where modules of the adapters keep the hooks of their calls.
         worked_out: what kernels have worked out of it, which lasts as long as this.
     """
 
     groups: tuple[GroupTerms, ...]
     dtype: torch.dtype
+    hooks: tuple[Mapping[int, Any], ...] = ()
     worked_out: dict[object, Any] = field(default_factory=dict)
 
     def in_parts(self, sizes: tuple[int, ...]) -> "PlacedTerms":
@@ -179,23 +181,46 @@ class Site:
     @cached_property
     def placed(self) -> PlacedTerms | None:
         """Return what is added to all rows; None for nothing."""
-        return None if self.terms is None else PlacedTerms((GroupTerms(self.places, self.terms),), self.dtype)
+        if self.terms is None:
+            return None
+        return PlacedTerms((GroupTerms(self.places, self.terms),), self.dtype, self.hooks)
 
 
 Sites = dict[tuple[nn.Module, ...], Site]
 """Holds the sites of one adapter by the modules that are called."""
 
 
+Groups = tuple[tuple["Adapter", torch.Tensor | None], ...]
+"""Lists adapters, each with the rows ``[n]`` int64 that go through it, None for all."""
+
+
+class _Mixture:
+    """Holds what calls of layers are made of for rows of several kinds, as long as all their adapters are there."""
+
+    def __init__(self, groups: Groups, on_end: Callable[[Any], None]) -> None:
+        self.calls: dict[nn.Module, Any] = {}
+        self._groups = [(ref(adapter, on_end), rows) for adapter, rows in groups]
+
+    def is_of(self, groups: Groups) -> bool:
+        """Return whether these are the adapters, and the rows."""
+        return len(groups) == len(self._groups) and all(
+            mine() is adapter and (rows is its if rows is None or its is None else torch.equal(rows, its))
+            for (mine, its), (adapter, rows) in zip(self._groups, groups, strict=True)
+        )
+
+
 class KeptTerms:
     """Keeps terms of adapters that a trainer writes to, as fixed ones, from one change of the weights to the next.
 
-    Beside them it keeps sites, of any adapter, as long as the adapter is there, and ``calls``: what calls of layers
-    without an adapter are made of.
+    Beside them it keeps sites, and what calls of layers are made of, of any adapter, as long as the adapter is there;
+    ``calls`` of layers without an adapter.
     """
 
     def __init__(self) -> None:
         self._terms: dict[Deltas, LowRanks] = {}
         self._sites: WeakKeyDictionary[Adapter, Sites] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[Adapter, dict[nn.Module, Any]] = WeakKeyDictionary()
+        self._mixture: _Mixture | None = None
         self.calls: dict[nn.Module, Any] = {}
 
     def of(self, deltas: Deltas) -> LowRanks | None:
@@ -211,10 +236,32 @@ class KeptTerms:
         """Return the sites of an adapter, to which calls through it add."""
         return self._sites.setdefault(adapter, {})
 
+    def calls_of(self, adapter: "Adapter") -> dict[nn.Module, Any]:
+        """Return what calls of layers are made of all whose rows go through this adapter."""
+        return self._calls.setdefault(adapter, {})
+
+    def calls_of_rows(self, groups: Groups) -> dict[nn.Module, Any] | None:
+        """Return what calls of layers are made of whose rows are of several kinds, as in the step before; None in the
+        first step of such rows, as the next may have others."""
+        mixture = self._mixture
+        if mixture is not None and mixture.is_of(groups):
+            return mixture.calls
+        this = ref(self)
+
+        def end(_: object) -> None:
+            kept = this()
+            if kept is not None:
+                kept._mixture = None
+
+        self._mixture = _Mixture(groups, end)
+        return None
+
     def forget(self) -> None:
         """Keep nothing: the weights change."""
         self._terms.clear()
         self._sites.clear()
+        self._calls.clear()
+        self._mixture = None
         self.calls.clear()
 
 
@@ -260,7 +307,7 @@ class RowAdapters:
         kept: what earlier calls with the same weights have kept; None where changes are not announced.
     """
 
-    groups: tuple[tuple[Adapter, torch.Tensor | None], ...] = ()
+    groups: Groups = ()
     kept: KeptTerms | None = None
 
     @classmethod
@@ -272,6 +319,22 @@ class RowAdapters:
     def sites(self) -> tuple[Sites, ...]:
         """Return the sites of each group's adapter, as long as the weights stay; none if nobody announces changes."""
         return () if self.kept is None else tuple(self.kept.sites_of(adapter) for adapter, _ in self.groups)
+
+    @cached_property
+    def calls(self) -> dict[nn.Module, Any] | None:
+        """Return where it is kept what calls of layers are made of; None in the first step of rows of several kinds,
+        and if nobody announces changes."""
+        kept = self.kept
+        if kept is None or not self.groups:
+            return None if kept is None else kept.calls
+        if self.one_for_all:
+            return kept.calls_of(self.groups[0][0])
+        return kept.calls_of_rows(self.groups) if self.on_host else None
+
+    @property
+    def on_host(self) -> bool:
+        """Return whether the rows of groups are named on the host, or not at all."""
+        return all(rows is None or rows.is_cpu for _, rows in self.groups)
 
     @property
     def one_for_all(self) -> bool:
