@@ -28,7 +28,7 @@ PARAMS = [
     SamplingParams(max_tokens=7 + 2 * seed, seed=seed, ignore_eos=True, adapter=name) for seed, name in enumerate(NAMES)
 ]
 RANKS = (1, 5, 17, 100) if CAMPAIGN else (1, 17)
-FAMILIES = ("Qwen3", "Gemma2", "Glm4", "Granite", "Qwen3_5", "DeepseekV3")
+FAMILIES = ("Qwen3", "Gemma2", "Glm4", "Granite", "Phi3", "HunYuanDenseV1", "StableLm", "Qwen3_5", "DeepseekV3")
 
 
 def several(family: str, dtype: torch.dtype) -> PeftModel:
