@@ -38,6 +38,7 @@ from samebit.rollout.control.weights.transaction import (
     transaction,
     weight_update,
 )
+from samebit.rollout.control.weights.worker_weights import OpenedUpdate
 from samebit.rollout.control.worker_adapters import WorkerAdapters
 from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
@@ -47,7 +48,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
 from samebit.rollout.worker_interface import UpdateOptions, checked_state_dict
-from samebit.weight_sync import PreparedUpdate, SyncReport, UpdateTerms
+from samebit.weight_sync import SyncReport, UpdateTerms
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.wire.link import ReceiverLink
 from samebit.weight_sync.wire.stream import gone_through
@@ -225,8 +226,8 @@ class RolloutWorker(Closing):
         self._status.check_usable()
         version = self.weight_version if self._status.incomplete is None else None
 
-        def write(update: PreparedUpdate, gate: Gate) -> SyncReport:
-            with transaction(self._weight_user, asked.version, asked.in_flight, gate, update.base_version) as written:
+        def write(update: OpenedUpdate, gate: Gate) -> SyncReport:
+            with transaction(self._weight_user, asked.version, asked.in_flight, gate, update) as written:
                 report = self._weights.write(update, written.version, verify=asked.verify)
                 written.complete = not asked.partial
             return report

@@ -91,12 +91,9 @@ class Manifest:
     def of(cls, module: nn.Module) -> Manifest:
         """Return the manifest of a module's parameters and persistent buffers."""
         tensors = live_tensors(module)
-        groups: dict[object, list[str]] = {}
-        for name, tensor in tensors.items():
-            groups.setdefault(identity(tensor), []).append(name)
         return cls(
             {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()},
-            tuple(tuple(names) for names in groups.values()),
+            _ties(tensors),
             frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)),
             FolderNames.of(module),
             float32_names(module),
@@ -113,6 +110,13 @@ class Manifest:
             if now.get(name) != spec
         ]
         return others + [f"{name} {fault}" for name, tensor in tensors.items() if (fault := _without_values(tensor))]
+
+    def with_ties_of(self, module: nn.Module) -> Manifest:
+        """Return this with the ties that the module has now; with its own where names are gone (`differences`)."""
+        tensors = live_tensors(module)
+        if not self.specs.keys() <= tensors.keys():
+            return self
+        return replace(self, ties=_ties({name: tensors[name] for name in self.specs}))
 
     def place(self, name: str) -> Place | None:
         """Return where an offered tensor goes; None for one that has no place."""
@@ -317,8 +321,17 @@ def _without_values(tensor: Tensor) -> str:
     return "has no memory: its storage was freed" if tensor.numel() and not tensor.data_ptr() else ""
 
 
+def _ties(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(identity(tensor), []).append(name)
+    return tuple(tuple(names) for names in groups.values())
+
+
 def identity(tensor: Tensor) -> object:
     """Return a key that is equal for two names of one tensor: the same object, or the same view of one storage."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     address = tensor.untyped_storage().data_ptr()
     if address == 0:
         return id(tensor)

@@ -29,6 +29,11 @@ class InPlaceChanges:
         """Take the tensors as they are now: what has changed is no part of the next report."""
         self._seen = self._marks()
 
+    def follow(self, manifest: Manifest) -> None:
+        """Go on with a manifest of other ties; a tensor that was not listed by its name has changed."""
+        self._manifest = manifest
+        self._names = [names[0] for names in manifest.ties]
+
     def names(self) -> tuple[str, ...]:
         """Return the tensors that are seen to have changed."""
         return self._marks().changed_since(self._seen)

@@ -50,8 +50,9 @@ class Marks:
         self._marks = {name: Mark.of(tensors[name]) for name in names}
 
     def changed_since(self, before: Marks) -> tuple[str, ...]:
-        """Return the tensors that are seen to have changed; different ones may have."""
-        return tuple(name for name, mark in self._marks.items() if mark.differs(before._marks[name]))
+        """Return the tensors that are seen to have changed, with those that have come; different ones may have."""
+        seen = before._marks
+        return tuple(name for name, mark in self._marks.items() if name not in seen or mark.differs(seen[name]))
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.shelter import CallerLeftError, Gate
-from samebit.rollout.control.weights.worker_weights import WorkerWeights
+from samebit.rollout.control.weights.worker_weights import OpenedUpdate, WorkerWeights
 from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.guard import described, without_frames
@@ -71,22 +71,23 @@ class Transaction:
 
 @contextmanager
 def transaction(
-    user: WeightUser, version: int | None, in_flight: str, gate: Gate, base: int | None = None
+    user: WeightUser, version: int | None, in_flight: str, gate: Gate, source: OpenedUpdate | None = None
 ) -> Iterator[Transaction]:
     """Let all workers on these weights stand still for the block of an update. In a shelter; waits at `gate`.
 
-    version: as of `UpdateOptions`, like `in_flight`. base: the version that a delta changes.
+    version: as of `UpdateOptions`, like `in_flight`. source: what is to be written.
 
     Raises:
-        SyncBrokenError: the weights are the base no more; nothing was written.
+        SyncBrokenError: the weights are not those that the source was checked against; nothing was written.
     """
     user.thread.check_thread()
     with ExitStack() as stack:
         held = _hold_all(user, in_flight, gate, stack)
         if "weights" in user.status.sleeping:
             raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
-        if base is not None:
-            _check_base(base, user)
+        if source is not None:
+            user.weights.check_ties(source)
+            _check_base(source.prepared.base_version, user)
         update = Transaction(_next_version(version, user.thread.engine.weight_version))
         for one in held:
             one.preempt_or_abort(in_flight)
@@ -128,10 +129,10 @@ def _hold(one: WeightUser, user: WeightUser, in_flight: str, gate: Gate, stack: 
     return True
 
 
-def _check_base(base: int, user: WeightUser) -> None:
+def _check_base(base: int | None, user: WeightUser) -> None:
     """Check that the weights are still those of a delta that was agreed to before the lock was there."""
     now, incomplete = user.thread.engine.weight_version, user.status.incomplete
-    if now == base and incomplete is None:
+    if base is None or (now == base and incomplete is None):
         return
     why = f"version {base} -> {now}" if incomplete is None else incomplete
     raise SyncBrokenError(f"the weights changed ({why}) while this delta waited, nothing was written: send them again")

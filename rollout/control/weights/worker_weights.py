@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-* The manifest is taken once, while the weights are there; updates are checked against it even when they sleep.
+* The manifest is taken once, while the weights are there; updates are checked against it even when they sleep. Of a
+  shared module it has the ties that are there at each update: the trainer may tie weights, and untie them.
 * On a shared module nothing is ever reallocated: the trainer's optimizer holds the same tensors.
 * No locks here: the caller holds the worker's.
 """
@@ -10,8 +11,9 @@ Invariants
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,7 @@ from samebit.weight_sync import (
     Manifest,
     NonFiniteWeightError,
     PreparedUpdate,
+    SyncBrokenError,
     SyncReport,
     UpdateTerms,
     open_update,
@@ -36,6 +39,14 @@ from samebit.weight_sync.manifest import live_tensors
 from samebit.weight_sync.sleeping import SleepingWeights
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedUpdate:
+    """Holds an update that was checked, and the ties of the weights it was checked against."""
+
+    prepared: PreparedUpdate
+    ties: tuple[tuple[str, ...], ...]
 
 
 class WorkerWeights:
@@ -66,20 +77,37 @@ class WorkerWeights:
         self._in_place = InPlaceChanges(module, self.manifest) if shared else None
         self.memory = SleepingWeights(module, self.manifest)
 
-    def open(
-        self, source: object, terms: UpdateTerms, *, version: int | None
-    ) -> AbstractContextManager[PreparedUpdate]:
-        """Return an update from `source` that was checked; `version` is that of the weights now, if complete."""
+    @contextmanager
+    def open(self, source: object, terms: UpdateTerms, *, version: int | None) -> Iterator[OpenedUpdate]:
+        """Give an update from `source` that was checked; `version` is that of the weights now, if complete."""
         self.check_module()
         terms = replace(terms, dequantize=self._dequantize, other_arithmetic=not self._exact)
-        return open_update(source, self.module, self.manifest, terms, version=version)
+        manifest = self._manifest_now()
+        with open_update(source, self.module, manifest, terms, version=version) as update:
+            yield OpenedUpdate(update, manifest.ties)
 
-    def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:
+    def check_ties(self, update: OpenedUpdate) -> None:
+        """Raise if the trainer has tied or untied weights since an update was checked. Under the lock.
+
+        Raises:
+            SyncBrokenError: it has, by name; nothing was written.
+        """
+        now = self._manifest_now().ties
+        if now != update.ties:
+            were, are = ([names for names in ties if len(names) > 1] for ties in (update.ties, now))
+            raise SyncBrokenError(
+                f"weights were tied or untied while this update waited (one tensor each: {were or 'none'} -> "
+                f"{are or 'none'}), nothing was written: send them again"
+            )
+
+    def write(self, update: OpenedUpdate, version: int, *, verify: bool) -> SyncReport:
         """Copy a checked update in; on a shared module, what the trainer changed in place counts too."""
+        write = update.prepared.write
         if self._in_place is None:
-            return _warned_if_unchanged(update.write(self.module, version=version, verify=verify))
+            return _warned_if_unchanged(write(self.module, version=version, verify=verify))
+        self._follow_ties(self._in_place)
         before = self._in_place.names()
-        report = update.write(self.module, version=version, verify=verify)
+        report = write(self.module, version=version, verify=verify)
         self._in_place.accept()
         return self._in_place.added(before, report)
 
@@ -87,6 +115,7 @@ class WorkerWeights:
         """Take the shared weights as they are now: what has changed is no part of this worker's next report."""
         self.check_module()
         if self._in_place is not None:
+            self._follow_ties(self._in_place)
             self._in_place.accept()
 
     def check_module(self) -> None:
@@ -121,6 +150,7 @@ class WorkerWeights:
         self._check_kinds()
         if self._in_place is None:
             raise WorkerStateError("only a shared module is written in place")
+        self._follow_ties(self._in_place)
         return self._in_place.report(version, seconds, read=read)
 
     def check_finite(self) -> None:
@@ -128,6 +158,14 @@ class WorkerWeights:
         bad = first_non_finite(live_tensors(self.module))
         if bad is not None:
             raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
+
+    def _manifest_now(self) -> Manifest:
+        return self.manifest.with_ties_of(self.module) if self.shared else self.manifest
+
+    def _follow_ties(self, in_place: InPlaceChanges) -> None:
+        """Know which names are one tensor now. Under the lock."""
+        self.manifest = self._manifest_now()
+        in_place.follow(self.manifest)
 
     def _check_kinds(self) -> None:
         others = self.manifest.differences(self.module)
