@@ -491,7 +491,7 @@ def test_lora_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.SHAPES, "5m", TINY)
     sizes = lora.Sizes(shape="5m", rank=2, sequences=(1, 3), new_tokens=2, rounds=1)
     metrics = lora.measure(sizes, "fp32")
-    titles = ("decode_tax", "shared_decode_tax", "prefill_tax")
+    titles = ("decode_tax", "shared_decode_tax", "mixed_decode_tax", "prefill_tax")
     assert metrics.keys() == {f"{title}_{count}" for title in titles for count in (1, 3)}
 
 
