@@ -6,12 +6,13 @@ Invariants:
   that are other tensors of the same shapes, gradient checkpointing (its wrapper too), FSDP2, which changes classes, and
   the wrappers of `_TRANSPARENT`, which only switch autocast on.
 * Everything else is named: a module, forward, class or parameter that was added, replaced or removed, a module that
-  is compiled in place, a dropout that was idle, and a factor of a part (a float, as `scaling` or a norm's eps): bound
-  forwards have most of them from `bind`, and would not see another.
+  is compiled in place, a dropout that was idle, and a number of a part (a float, as `scaling` or a norm's eps; of the
+  modules of transformers an int or a bool too, as a router's `top_k`): bound forwards have most of them from `bind`,
+  and would not see another.
 * A check costs one comparison of dictionaries a module; it builds names only where something differs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -27,6 +28,10 @@ _TRANSPARENT = ("torch.amp.autocast_mode", "accelerate.utils.operations", "trans
 """Wrappers of a forward in these modules hand its arguments and results on: those of mixed precision the results in
 float32, that of gradient checkpointing, which newer transformers put around the forward of every subclass of a layer,
 without caches."""
+
+_FREE = ("training", "gradient_checkpointing", "layer_idx", "padding_idx", "max_seq_len_cached")
+"""Numbers whose names end so may change: legal calls set them, nothing is computed with them, or bound forwards read
+them at each call."""
 
 _NAMED_AT_ONCE = 4
 """The most differences that an error spells out."""
@@ -50,7 +55,7 @@ class BoundModule:
         children: its submodules by name.
         shapes: those of its parameters by name.
         idle: whether it is a dropout.
-        factors: its attributes that are floats, by name; none of the model itself, which has those of losses.
+        factors: its attributes that are numbers, by name; none of the model itself, which has those of losses.
     """
 
     name: str
@@ -61,7 +66,7 @@ class BoundModule:
     children: dict[str, nn.Module | None]
     shapes: dict[str, torch.Size]
     idle: bool
-    factors: dict[str, float]
+    factors: dict[str, int | float]
 
     @classmethod
     def of(cls, name: str, module: nn.Module) -> "BoundModule":
@@ -70,7 +75,8 @@ class BoundModule:
         own = module.__dict__.get("forward")
         idle = isinstance(module, nn.Dropout)
         factors = _factors(module) if name and not idle else {}
-        return cls(name, module, kind, kind.forward, own, dict(module._modules), _shapes(module), idle, factors)
+        shapes = _shapes(module._parameters)
+        return cls(name, module, kind, kind.forward, own, dict(module._modules), shapes, idle, factors)
 
     def is_as_it_was(self) -> bool:
         """Return whether there is certainly no difference; quick: it runs for each module at each use of a model."""
@@ -81,7 +87,7 @@ class BoundModule:
             and now.get("forward") == self.forward
             and now.get("_compiled_call_impl") is None
             and self.kind.forward is self.class_forward
-            and (_shapes(self.module) == self.shapes if now["_parameters"] else not self.shapes)
+            and (_shapes(now["_parameters"]) == self.shapes if now["_parameters"] else not self.shapes)
             and not self.idle
             and (not self.factors or self.factors.items() <= now.items())
         )
@@ -100,7 +106,7 @@ class BoundModule:
             yield f"the forward of {title} ({_name(self.kind)}) was replaced, or is that of the module it is a copy of"
         if module._compiled_call_impl is not None:
             yield f"{title} ({_name(self.kind)}) was compiled in place, by its compile()"
-        if _shapes(module) != self.shapes:
+        if _shapes(module._parameters) != self.shapes:
             yield from self._other_parameters()
         if self.idle and module.p != 0.0:
             yield f"{title}, a Dropout that did nothing, has p={module.p}"
@@ -123,7 +129,7 @@ class BoundModule:
                 yield f"{prefix}{name} was a {_name(type(before))}, and is another module: a {_name(type(after))}"
 
     def _other_parameters(self) -> Iterator[str]:
-        now = _shapes(self.module)
+        now = _shapes(self.module._parameters)
         prefix = f"{self.name}." if self.name else ""
         for name in {**self.shapes, **now}:
             if name not in now:
@@ -234,12 +240,20 @@ def check_no_own_forwards(modules: Iterable[tuple[str, nn.Module]]) -> None:
             )
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module._parameters.items() if tensor is not None}
+def _shapes(parameters: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in parameters.items() if tensor is not None}
 
 
-def _factors(module: nn.Module) -> dict[str, float]:
-    return {name: value for name, value in vars(module).items() if type(value) is float}
+def _factors(module: nn.Module) -> dict[str, int | float]:
+    """Return the numbers that a part computes with; of torch's and peft's modules, where ints and bools say what the
+    tensors are and how to call them, floats alone."""
+    home = next(base.__module__ for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    kinds = (float,) if home.partition(".")[0] in ("torch", "peft") else (float, int, bool)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is float or (type(value) in kinds and not name.startswith("_") and not name.endswith(_FREE))
+    }
 
 
 def unwrapped(module: nn.Module | None) -> nn.Module | None:

@@ -178,6 +178,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda model: delattr(model.model.norm, "variance_epsilon"),
         r"model\.norm\.variance_epsilon was 1e-06, and is None",
     ),
+    "fewer heads of keys": (
+        lambda model: setattr(attention(model), "num_key_value_groups", 1),
+        r"layers\.1\.self_attn\.num_key_value_groups was 2, and is 1",
+    ),
+    "attention to later tokens": (
+        lambda model: setattr(attention(model), "is_causal", False),
+        r"layers\.1\.self_attn\.is_causal was True, and is False",
+    ),
     "a smaller head": (
         lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.zeros(5, 200))),
         r"lm_head\.weight had the shape \[1009, 200\], and has \[5, 200\]",
@@ -202,6 +210,29 @@ def test_a_model_that_is_not_what_was_bound_is_refused_by_whoever_uses_it(name: 
             with pytest.raises(BindingError, match=message) as caught:
                 use()
         assert "samebit.kernels.bind" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "number", "other"),
+    [
+        ("Qwen3Moe", "model.layers.0.mlp.gate", "top_k", 1),
+        ("Qwen3Moe", "model.layers.0.mlp.gate", "norm_topk_prob", False),
+        ("GptOss", "model.layers.0.mlp.router", "top_k", 1),
+        ("DeepseekV3", "model.layers.1.mlp", "top_k", 1),
+        ("DeepseekV3", "model.layers.1.mlp", "topk_group", 1),
+        ("SmolLM3", "model.layers.1.self_attn", "use_rope", 1),
+    ],
+)
+def test_an_int_or_bool_that_was_changed_is_refused_by_name(name: str, part: str, number: str, other: int) -> None:
+    model = bind(make_model(name))
+    expected = token_logprobs(model, IDS)
+    module = model.get_submodule(part)
+    before = vars(module)[number]
+    setattr(module, number, other)
+    with pytest.raises(BindingError, match=re.escape(f"{part}.{number} was {before}, and is {other}")):
+        token_logprobs(model, IDS)
+    setattr(module, number, before)
+    assert torch.equal(token_logprobs(model, IDS), expected)
 
 
 @pytest.mark.parametrize("part", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"])
@@ -389,6 +420,13 @@ LEGAL: dict[str, Callable[[Any], object]] = {
         attention(model).q_proj, "weight", nn.Parameter(attention(model).q_proj.weight.detach().clone())
     ),
     "a buffer": lambda model: model.register_buffer("calls", torch.zeros(1)),
+    "numbers that nothing is computed with": lambda model: (
+        setattr(attention(model), "layer_idx", 0),
+        setattr(model.model.rotary_emb, "max_seq_len_cached", 5),
+        setattr(model.model, "padding_idx", 5),
+        setattr(attention(model), "_seen", True),
+        setattr(attention(model), "seen", 1),
+    ),
     "mixed precision of Accelerate": prepared_by_accelerate,
     "mixed precision of Accelerate, unwrapped": unwrapped_by_accelerate,
 }
