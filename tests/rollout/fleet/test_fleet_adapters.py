@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 
 from samebit.rollout import AdapterError, RequestError, RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.errors import ModelLoadError, NoReplicaError, WorkerLostError
+from samebit.rollout.fleet import arrivals
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.replica import ReplicaSide
@@ -214,10 +215,13 @@ def test_a_replica_that_is_started_again_has_the_adapters(local: ModelFleet, tmp
 
 
 @pytest.mark.parametrize("renewed", [False, True])
-def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(renewed: bool, tmp_path: Path) -> None:
+def test_a_request_goes_on_elsewhere_while_its_adapter_is_there(
+    renewed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request goes on elsewhere while its adapter is there. Under a new version it would be another request: it is
     lost, which is no mistake of its caller.
     """
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)  # nobody need wait for the request that does not come
     folder, taken = save_adapter(tmp_path / "a", seed=1), list[LocalPort]()
 
     def never_answer_the_first(port: LocalPort) -> None:
