@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule
 
 from samebit.rollout.cache import Cache, PrefixCache, build_cache
 from samebit.rollout.drafts.drafter import Drafter, DraftOptions
@@ -21,7 +20,7 @@ from samebit.rollout.requests.request import Request, Sequence
 
 from ..cache.cache_integrity import check_cache
 from ..conftest import VOCAB, FakeRunner, fake_token
-from .test_engine_machine import CASES, MAX_LEN, STEPS, EngineMachine, Watch
+from .test_engine_machine import MAX_LEN, EngineMachine, Watch, run_machine
 
 
 class DraftRunner(FakeRunner):
@@ -224,19 +223,6 @@ class DraftedMachine(EngineMachine):
 
 @pytest.mark.soak
 def test_any_schedule_gives_the_tokens_of_the_oracle_with_a_draft_model(
-    make_engine: Callable[..., Engine],
-    make_request: Callable[..., Request],
-    oracle: Callable[..., list[int]],
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request], oracle: Callable[..., list[int]]
 ) -> None:
-    class Machine(DraftedMachine):
-        pass
-
-    Machine.make_engine = staticmethod(make_engine)
-    Machine.make_request = staticmethod(make_request)
-    Machine.oracle = staticmethod(oracle)
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=CASES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_machine(DraftedMachine, make_engine, make_request, oracle)

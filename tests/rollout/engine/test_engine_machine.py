@@ -286,15 +286,15 @@ class EngineMachine(RuleBasedStateMachine):
                 assert sequence.prompt_scores.logprobs[1:].tolist() == [-float(t) for t in request.prompt[1:]]
 
 
-@pytest.mark.soak
-def test_any_schedule_gives_the_tokens_of_the_oracle(
+def run_machine(
+    kind: type[EngineMachine],
     make_engine: Callable[..., Engine],
     make_request: Callable[..., Request],
     oracle: Callable[..., list[int]],
 ) -> None:
-    """Any schedule of up to `STEPS` operations gives the tokens of the oracle."""
+    """Run any schedules of up to `STEPS` operations of a kind of machine."""
 
-    class Machine(EngineMachine):
+    class Machine(kind):  # type: ignore[misc, valid-type]
         pass
 
     Machine.make_engine = staticmethod(make_engine)
@@ -306,3 +306,10 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
             max_examples=CASES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.soak
+def test_any_schedule_gives_the_tokens_of_the_oracle(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request], oracle: Callable[..., list[int]]
+) -> None:
+    run_machine(EngineMachine, make_engine, make_request, oracle)
