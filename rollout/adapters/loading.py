@@ -63,6 +63,8 @@ class AdapterOptions:
             raise AdapterError(f"autocast must be True or False, got {self.autocast!r}")
         if not (self.revision is None or (isinstance(self.revision, str) and self.revision)):
             raise AdapterError(f"revision must be a branch, tag or commit, or None, got {self.revision!r}")
+        if not (self.alias is None or (isinstance(self.alias, str) and self.alias)):
+            raise AdapterError(f"alias must be a string that is not empty, or None, got {self.alias!r}")
 
 
 class AdapterKeywords(TypedDict, total=False):

@@ -81,6 +81,8 @@ class FleetAdapters:
             NoReplicaError: all replicas are dead.
         """
         asked = AdapterOptions(**options)
+        if asked.number is not None or asked.alias is not None:
+            raise AdapterError("a fleet numbers its adapters and names them at the replicas: no number= and no alias=")
         if not isinstance(source, str | Path):
             raise TypeError(
                 "a fleet takes adapters from a folder that every replica can read, now and when one is started again, "

@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from samebit.rollout import AdapterError, RequestError, RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.adapters.loading import AdapterKeywords
 from samebit.rollout.errors import ModelLoadError, NoReplicaError, WorkerLostError
 from samebit.rollout.fleet import arrivals
 from samebit.rollout.fleet.fleet import Fleet
@@ -126,6 +127,15 @@ def test_requests_of_any_replica_have_the_bits_of_one_worker(local: ModelFleet, 
     assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
     with pytest.raises(RequestError, match="adapter='a' is not known; there are __base__"):
         fleet.submit(PROMPTS[0], asked("a"))
+
+
+@pytest.mark.parametrize("option", [{"number": 5}, {"alias": "other"}, {"alias": ""}])
+def test_what_a_fleet_gives_its_adapters_itself_is_refused(
+    option: AdapterKeywords, local: ModelFleet, tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterError, match=r"no number= and no alias=|alias must be a string"):
+        local.fleet.load_adapter("a", save_adapter(tmp_path, seed=1), **option)
+    assert local.fleet.adapters == ["__base__"]
 
 
 def test_guesses_outlast_a_new_version_of_an_adapter(tmp_path: Path) -> None:
