@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from samebit.kernels.layout.grids import ceil_div
+from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
 from samebit.rollout.requests.shared import IntArray
 from samebit.rollout.sampling_params import SamplingParams
@@ -32,10 +35,10 @@ class RequestLimits:
 
     def check_prompt(self, prompt: object) -> IntArray:
         """Return the prompt as an array of ids, or raise `RequestError`."""
-        ids = _as_ids(prompt)
+        ids = _as_integers(prompt)
         if len(ids) == 0:
             raise RequestError("the prompt is empty; at least one token is needed")
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(ids.min()), int(ids.max())  # as given: an unsigned one wraps in int64
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise RequestError(f"prompt token id {bad} is outside the vocabulary (0 to {self.vocab_size - 1})")
@@ -44,7 +47,7 @@ class RequestLimits:
                 f"the prompt has {len(ids)} tokens; at most {self.max_model_len - 1} are allowed "
                 f"(max_model_len={self.max_model_len}, one token for the output)"
             )
-        return ids
+        return ids.astype(np.int64, copy=False)
 
     def check_params(self, params: object, prompt_length: int) -> int:
         """Return the most tokens this request may sample, or raise `RequestError`."""
@@ -88,14 +91,16 @@ class RequestLimits:
             raise RequestError(f"{field} has {bad}, outside the vocabulary (0 to {self.vocab_size - 1})")
 
 
-def _as_ids(prompt: object) -> IntArray:
+def _as_integers(prompt: object) -> npt.NDArray[np.integer[Any]]:
+    """Return a prompt as an array of its own; of unsigned integers where it is one of these."""
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise RequestError(
                 f"a prompt array must be one-dimensional and of integers, got {prompt.ndim} dimensions of "
                 f"{prompt.dtype}"
             )
-        return prompt.astype(np.int64)
+        ids: npt.NDArray[np.integer[Any]] = prompt.copy()
+        return ids
     if not isinstance(prompt, list | tuple):
         raise RequestError(f"a prompt must be a list of token ids, got {type(prompt).__name__}")
     if set(map(type, prompt)) - {int}:
@@ -105,4 +110,5 @@ def _as_ids(prompt: object) -> IntArray:
     try:
         return np.fromiter(prompt, np.int64, len(prompt))
     except OverflowError as error:
-        raise RequestError("the prompt has a token id that does not fit in 64 bits") from error
+        index, token = next((at, one) for at, one in enumerate(map(int, prompt)) if not -(2**63) <= one < 2**63)
+        raise RequestError(f"prompt[{index}] is {shown(token)}, which does not fit in 64 bits") from error
