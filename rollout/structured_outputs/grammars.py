@@ -16,16 +16,24 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
+
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
 from samebit.rollout.structured_outputs.params import Kind, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+Bits = npt.NDArray[np.int32]
+"""Holds a bit a token, 32 of them each."""
 
 MOST_KEPT = 64
 """Grammars that are kept for requests to come: those of a training run are few, and each takes memory."""
@@ -34,6 +42,11 @@ MOST_CHARACTERS = 1 << 19
 
 LONGEST_REASON = 1000
 """Characters of an error of the library that are quoted: it may hold the whole text, and what was called where."""
+
+_MOST_SPELLED = 256
+"""Bytes of a text that are looked at for its first token, which is shorter."""
+_MARK = b"\xff"
+"""Begins the library's name of a token among bytes that have to follow: no text has this byte."""
 
 
 _PANIC = "PanicException"
@@ -54,15 +67,37 @@ class Start:
 
 
 @dataclass(frozen=True, eq=False)
+class Words:
+    """Holds what is known of a tokenizer. accepting: tokens any of which the library allows where a text may end.
+    special: a bit for each of these, and of those that are no text. width: tokens that the library knows."""
+
+    read: LLTokenizer
+    accepting: tuple[int, ...]
+    special: Bits
+    width: int
+
+    @classmethod
+    def of(cls, read: LLTokenizer, added: Iterable[int]) -> Words:
+        """Return what is known of a tokenizer that was read. added: tokens of which some are no text."""
+        width, accepting = read.vocab_size, tuple(read.eos_tokens)
+        special = np.zeros(ceil_div(width, 32) * 32, np.bool_)
+        special[[token for token in added if token < width and read.is_special_token(token)]] = True
+        special[list(accepting)] = True
+        return cls(read, accepting, np.packbits(special, bitorder="little").view(np.int32), width)
+
+
+@dataclass(frozen=True, eq=False)
 class Grammar:
-    """Holds what a request is constrained to. accepting: tokens of the tokenizer, any of which is allowed where the
-    text may end. ending: those that end a sample of this request, and take their place. width: tokens that the
-    library knows."""
+    """Holds what a request is constrained to. ending: tokens that end its samples, where the text may end."""
 
     start: Start
-    accepting: tuple[int, ...]
+    words: Words
     ending: tuple[int, ...]
-    width: int
+
+    def spelled(self, place: LLMatcher) -> int | None:
+        """Return the first token of the text that has to follow; None where no text has to."""
+        text = place.compute_ff_bytes()[:_MOST_SPELLED].partition(_MARK)[0].decode(errors="ignore")
+        return self.words.read.greedy_tokenize(text)[0] if text else None
 
     def why_none_may_follow(self, output_ids: list[int]) -> str:
         """Return in a line why no token may follow these of a sample: what the library says, where it has given up."""
@@ -80,9 +115,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._compiling = threading.Lock()
-        self._read: LLTokenizer | None = None
-        self._special = frozenset[str]()
-        """Holds the texts of special tokens, and how JSON in ASCII has them, all without backslashes."""
+        self._words: Words | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[Kind, str], Start] = OrderedDict()
         self._held: WeakValueDictionary[tuple[Kind, str], Start] = WeakValueDictionary()
@@ -101,16 +134,15 @@ class Grammars:
                 f"structured_outputs need a token that ends a sample: the model's are {list(self._eos_token_ids)}, "
                 f"ignore_eos={ignore_eos}, and stop_token_ids has none"
             )
-        read, start = self._start(*asked.kind_and_text)
-        stops = tuple(token for token in stop_ids if token < read.vocab_size and read.is_special_token(token))
-        ending = (*model_ends, *stops) or stop_ids
-        return Grammar(start, tuple(read.eos_tokens), ending, read.vocab_size)
+        words, start = self._start(*asked.kind_and_text)
+        stops = tuple(token for token in stop_ids if token < words.width and words.read.is_special_token(token))
+        return Grammar(start, words, (*model_ends, *stops) or stop_ids)
 
     def has(self, asked: StructuredOutputsParams) -> bool:
         """Return whether what a request asks for is compiled already."""
         return self._found(asked.kind_and_text) is not None
 
-    def _start(self, kind: Kind, text: str) -> tuple[LLTokenizer, Start]:
+    def _start(self, kind: Kind, text: str) -> tuple[Words, Start]:
         found = self._found((kind, text))
         if found is not None:
             return found
@@ -118,19 +150,19 @@ class Grammars:
             found = self._found((kind, text))
             if found is not None:
                 return found
-            read = self._read = self._read or self._read_tokenizer()
-            start = Start(_compiled(read, not self._has_special(text), kind, text))
+            words = self._words = self._words or self._read_tokenizer()
+            start = Start(_compiled(words.read, kind, text))
             with self._lock:
                 self._keep((kind, text), start)
-            return read, start
+            return words, start
 
-    def _found(self, wanted: tuple[Kind, str]) -> tuple[LLTokenizer, Start] | None:
+    def _found(self, wanted: tuple[Kind, str]) -> tuple[Words, Start] | None:
         with self._lock:
             start = self._held.get(wanted)
-            if start is None or self._read is None:
+            if start is None or self._words is None:
                 return None
             self._keep(wanted, start)
-            return self._read, start
+            return self._words, start
 
     def _keep(self, named: tuple[Kind, str], start: Start) -> None:
         """Keep what was asked for last, and let the oldest go. Under the lock."""
@@ -141,12 +173,7 @@ class Grammars:
             (_, text), _ = self._kept.popitem(last=False)
             characters -= len(text)
 
-    def _has_special(self, text: str) -> bool:
-        """Return whether a text has that of a special token, escaped as JSON or expressions are or not."""
-        bare = text.replace("\\", "")
-        return any(one in bare for one in self._special)
-
-    def _read_tokenizer(self) -> LLTokenizer:
+    def _read_tokenizer(self) -> Words:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
@@ -162,8 +189,6 @@ class Grammars:
                 "structured_outputs need a tokenizer of the kind PreTrainedTokenizerFast, by which the texts of all "
                 f"tokens are known; this worker has {given}"
             )
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = frozenset(form.replace("\\", "") for one in special for form in (one, json.dumps(one)[1:-1]))
         own = tokenizer.eos_token_id
         known = [token for token in self._eos_token_ids if token < len(tokenizer)]
         ends = known or ([] if own is None else [own])
@@ -172,20 +197,21 @@ class Grammars:
         # Gemma-3 1B's has a token more than there are logits, which no row ever chooses.
         width = max(self._vocab_size, len(tokenizer))
         try:
-            return from_tokenizer(tokenizer, n_vocab=width, eos_token=ends)
+            read = from_tokenizer(tokenizer, n_vocab=width, eos_token=ends)
         except BaseException as error:  # whatever the library can not read; where it panics that is no Exception
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
             raise RequestError(f"structured_outputs can not read this worker's tokenizer: {error}") from error
+        return Words.of(read, tokenizer.added_tokens_decoder)
 
 
-def _compiled(tokenizer: LLTokenizer, forced: bool, kind: Kind, text: str) -> LLMatcher:
-    """Compile a text. forced: where it allows one continuation, tokens are those that the tokenizer makes of it."""
+def _compiled(tokenizer: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
+    """Compile a text. Where it allows one continuation, tokens are those that the tokenizer makes of it, be they text
+    or not: `matching` spells those that are not."""
     from llguidance import LLMatcher
 
     try:
-        source = _source(kind, text)
-        start = LLMatcher(tokenizer, source if forced else _unforced(source), log_level=0)
+        start = LLMatcher(tokenizer, _source(kind, text), log_level=0)
     except ValueError as error:
         raise _refused(kind, text, str(error)) from error
     if start.is_error():
@@ -205,16 +231,6 @@ def _source(kind: Kind, text: str) -> str:
         texts = " | ".join(map(json.dumps, json.loads(text)))
         return grammar_from("lark", f"start: CHOICE\nCHOICE: {texts}")
     return grammar_from("lark", _as_lark(text)) if kind == "grammar" else grammar_from(kind, text)
-
-
-def _unforced(source: str) -> str:
-    """Return a grammar whose only continuation may be any tokens that spell it. Those that the tokenizer makes of it
-    may have a special token, which is not its text, and may end the sample."""
-    from llguidance import grammar_from
-
-    one = json.loads(source)["grammars"][0] if source.lstrip().startswith("{") else {"lark_grammar": source}
-    lark = one.get("lark_grammar") or f"start: %json {json.dumps(one['json_schema'])}"
-    return grammar_from("lark", f'{lark}\n%llguidance {{"no_forcing": true}}\n')
 
 
 def _as_lark(text: str) -> str:

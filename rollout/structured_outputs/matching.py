@@ -5,6 +5,7 @@ Invariants
 * What is allowed depends on the sampled tokens alone: not on the batch, nor on how often a sample was preempted.
 * A step reads the tokens since the last one. A sample that was out of the batch is followed from its beginning again.
 * Where a text may end, exactly the tokens that end its request may follow, beside those that go on.
+* A special token is no text: one that the tokenizer makes of a text is never allowed for it, but what spells it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import torch
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.transfer import sent
-from samebit.rollout.structured_outputs.grammars import Grammar
+from samebit.rollout.structured_outputs.grammars import Bits, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 Sample = TypeVar("Sample")
-Bits = npt.NDArray[np.int32]
 _WORD = 32
 
 
@@ -65,22 +65,33 @@ def rule_out_all_but(logits: torch.Tensor, rows: list[int], matchers: list[Match
 
 def _allowed(matchers: list[Matcher]) -> Bits:
     """Return a bit a token, ``[rows, words]``; none where a grammar has become too much for the library."""
-    words = ceil_div(max(one.grammar.width for one in matchers), _WORD)
+    words = ceil_div(max(one.grammar.words.width for one in matchers), _WORD)
     bits = np.zeros((len(matchers), words), np.int32)
     _executor(torch.get_num_threads()).unsafe_compute_mask_ptr(
         [(one.place, row) for row, one in enumerate(matchers)], bits.ctypes.data, words * bits.itemsize, len(bits)
     )
     for row, one in zip(bits, matchers, strict=True):
-        _replace_ends(row, one)
+        if one.place.is_error():
+            row[:] = 0
+        elif (row & one.grammar.words.special).any() and not _spell(row, one):
+            _replace_ends(row, one.grammar)
     return bits
 
 
-def _replace_ends(row: Bits, matcher: Matcher) -> None:
+def _spell(row: Bits, matcher: Matcher) -> bool:
+    """Put what spells a text where it is all that may follow, and the library has a special token for it: one that the
+    tokenizer makes of this text, but that is another. Tell whether it was so."""
+    token = matcher.grammar.spelled(matcher.place)
+    if token is None:
+        return False
+    row[:] = 0
+    row.view(np.uint8)[token >> 3] = 1 << (token & 7)
+    return True
+
+
+def _replace_ends(row: Bits, grammar: Grammar) -> None:
     """Put the request's end tokens where the library has those of the tokenizer."""
-    if matcher.place.is_error():
-        row[:] = 0
-        return
-    accepting, ending = matcher.grammar.accepting, matcher.grammar.ending
+    accepting, ending = grammar.words.accepting, grammar.ending
     may_end = any(_bit(row, token) for token in accepting)
     tokens = row.view(np.uint8)
     for token in accepting:

@@ -108,15 +108,18 @@ def test_a_choice_may_have_any_character(worker: RolloutWorker) -> None:
 
 @pytest.mark.parametrize("name", ["im_start", "im_end"])
 def test_the_text_of_a_special_token_is_spelled(worker: RolloutWorker, name: str) -> None:
-    """What a sample is constrained to may have the text of a special token, which the sample spells. The token itself
-    is no text: it ended the sample there, or nothing was left behind it."""
-    word = f"<|{name}|>"
+    """What a sample is constrained to may have the text of a special token, which the sample spells, however that is
+    written. The token itself is no text: it ended the sample there, or nothing was left behind it."""
+    word, bare = f"<|{name}|>", f"|{name}|"
     for kind, said in (
         ({"choice": [f"a{word}b"]}, f"a{word}b"),
         ({"json": {"enum": [f"a{word}b"]}}, f'"a{word}b"'),
         ({"regex": f"a{re.escape(word)}b{{3}}"}, f"a{word}bbb"),
         ({"grammar": f'start: "{word}" x\nx: "b"'}, f"{word}b"),
         ({"grammar": f'%llguidance {{"no_initial_skip": true}}\nstart: "{word}b"'}, f"{word}b"),
+        ({"json": f'{{"enum": ["a\\u003c{bare}\\u003eb"]}}'}, f'"a{word}b"'),
+        ({"regex": f"a[<]{re.escape(bare)}\\x3eb"}, f"a{word}b"),
+        ({"grammar": f'start: "<" "|{name[:2]}" "{name[2:]}|>" "\\u003c{bare}>b"'}, f"{word}{word}b"),
     ):
         assert texts(worker, asked(**kind)) == [said]
 
