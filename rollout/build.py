@@ -30,6 +30,7 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.drafts.drafter import Drafter, DraftOptions
+from samebit.rollout.engine.draft_model import DraftModel
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
 from samebit.rollout.models.draft import load_draft_model
@@ -96,13 +97,14 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
     self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)
-    drafter = _drafter(runner, config, loaded)  # before the pages, which take what it leaves of a GPU's memory
+    # before the pages, which take what it leaves of a GPU's memory
+    draft = load_draft_model(config, loaded.module, loaded.max_model_len)
     engine = Engine(
         runner,
-        _cache(runner, config, loaded.max_model_len),
+        _cache(runner, config, loaded.max_model_len, 0 if draft is None else draft.pool_bytes),
         config.max_num_batched_tokens,
         run_ahead=config.runs_ahead,
-        drafter=drafter,
+        drafter=_drafter(runner, config, None if draft is None else draft.model),
         watch=WeightWatch(loaded.module if loaded.shared else None),
     )
     runner.warm_up(engine.cache.tables.rows)
@@ -127,7 +129,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
     )
 
 
-def _drafter(runner: ModelRunner, config: RolloutConfig, loaded: LoadedModel) -> Drafter | None:
+def _drafter(runner: ModelRunner, config: RolloutConfig, model: DraftModel | None) -> Drafter | None:
     """Return what guesses tokens ahead, None where nobody has asked for it."""
     if not config.num_speculative_tokens:
         return None
@@ -140,7 +142,7 @@ def _drafter(runner: ModelRunner, config: RolloutConfig, loaded: LoadedModel) ->
             history_tokens=config.speculative_history_tokens,
             chunk=None if states is None else SCAN_CHUNK,
         ),
-        load_draft_model(config, loaded.module, loaded.max_model_len),
+        model,
     )
 
 
@@ -154,13 +156,14 @@ def _check_given(config: object, tokenizer: object) -> None:
         )
 
 
-def _cache(runner: ModelRunner, config: RolloutConfig, max_model_len: int) -> Cache:
-    """Choose how many blocks there are, and build the cache that owns them."""
+def _cache(runner: ModelRunner, config: RolloutConfig, max_model_len: int, draft_pool: int) -> Cache:
+    """Choose how many blocks there are, and build the cache that owns them. draft_pool: bytes of a draft model's."""
     shape = runner.shape
     bytes_per_block = shape.bytes_per_block()
     num_blocks = count_blocks(config, bytes_per_block, max_model_len, _bytes_left(runner, config))
     live_states = shape.bytes_of_live_states(num_blocks)
-    check_room(config, num_blocks, bytes_per_block, live_states, shape.bytes_of_checkpoints())
+    cached_states = shape.bytes_of_checkpoints()
+    check_room(config, num_blocks, bytes_per_block, live_states, cached_states, draft_pool=draft_pool)
     return build_cache(
         num_blocks=num_blocks,
         block_size=shape.block_size,

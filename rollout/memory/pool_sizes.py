@@ -83,16 +83,18 @@ def check_room(
     live_states: int,
     cached_states: int,
     root: Path = ROOT,
+    *,
+    draft_pool: int = 0,
 ) -> None:
-    """Raise ValueError where so many blocks, and the states of recurrent layers, can not be in the memory of this
-    machine, or of a container.
+    """Raise ValueError where so many blocks, the states of recurrent layers, and the blocks of a draft model can not be
+    in the memory of this machine, or of a container.
 
-    live_states, cached_states: the bytes of all that may be there at once. root: of the file system.
+    live_states, cached_states, draft_pool: the bytes of all that may be there at once. root: of the file system.
     """
     blocks, machine = num_blocks * bytes_per_block, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = memory_limit(root)
     most = machine if container is None else min(machine, container)
-    if config.device != "cpu" or blocks + live_states + cached_states <= most:
+    if config.device != "cpu" or blocks + live_states + cached_states + draft_pool <= most:
         return
     owner = "machine has" if most == machine else "process's container may have"
     parts = [
@@ -107,6 +109,7 @@ def check_room(
         ),
         _Part("live states of recurrent layers", live_states, {"max_num_seqs": config.max_num_seqs}),
         _Part("cached states", cached_states, {"state_cache_gb": config.state_cache_gb}),
+        _Part("the draft model's KV blocks", draft_pool, {"draft_cache_gb": config.draft_cache_gb}),
     ]
     raise ValueError(_no_room([part for part in parts if part.size], f"this {owner} {_gib(most)}"))
 

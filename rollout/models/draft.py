@@ -6,6 +6,7 @@ Invariant: what can not guess for a model is refused before the model is given m
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -22,7 +23,14 @@ from samebit.rollout.runner.model_runner import ModelRunner
 DEFAULT_DRAFT_CACHE_BYTES = 1 << 30
 
 
-def load_draft_model(config: RolloutConfig, guessed: nn.Module, max_model_len: int) -> DraftModel | None:
+class LoadedDraft(NamedTuple):
+    """Holds a draft model that is ready to guess. pool_bytes: of its keys and values."""
+
+    model: DraftModel
+    pool_bytes: int
+
+
+def load_draft_model(config: RolloutConfig, guessed: nn.Module, max_model_len: int) -> LoadedDraft | None:
     """Load the draft model of a configuration, for a bound model whose sequences have so many tokens; None where the
     configuration names none.
 
@@ -38,9 +46,9 @@ def load_draft_model(config: RolloutConfig, guessed: nn.Module, max_model_len: i
         bind(loaded.module, exact=config.exact)
     _check(loaded.module, guessed, config.draft_model)
     runner = ModelRunner(loaded.module, own)
-    max_len = min(max_model_len, loaded.max_model_len)
+    max_len, bytes_per_block = min(max_model_len, loaded.max_model_len), runner.shape.bytes_per_block()
     cache = build_cache(
-        num_blocks=_count_blocks(config, own, runner.shape.bytes_per_block(), max_len),
+        num_blocks=_count_blocks(config, own, bytes_per_block, max_len),
         block_size=own.decided_block_size,
         max_num_seqs=own.max_num_seqs,
         max_model_len=max_len,
@@ -50,7 +58,7 @@ def load_draft_model(config: RolloutConfig, guessed: nn.Module, max_model_len: i
         runner, cache, max_rows=own.max_num_batched_tokens, num_tokens=config.num_speculative_tokens, max_len=max_len
     )
     runner.warm_up(cache.tables.rows)
-    return model
+    return LoadedDraft(model, cache.pool.num_blocks * bytes_per_block)
 
 
 def _own_config(config: RolloutConfig, guessed: nn.Module) -> RolloutConfig:

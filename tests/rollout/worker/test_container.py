@@ -18,7 +18,7 @@ from samebit.rollout.memory import pool_sizes
 from samebit.rollout.memory.pool_sizes import check_room
 from samebit.rollout.memory.shape import MemoryShape
 
-from ...exactness.families import bound_model
+from ...exactness.families import bound_model, make_model
 
 ALL: int = numba.config.NUMBA_DEFAULT_NUM_THREADS
 
@@ -131,3 +131,21 @@ def test_a_worker_is_built_where_its_states_have_room_and_not_with_more(
         RolloutWorker(model, config=config)
     more_seats = {"max_num_seqs": 99, "enable_prefix_caching": False, "state_cache_gb": None}
     RolloutWorker(model, config=replace(config, **more_seats)).close()
+
+
+def test_a_worker_is_built_where_a_draft_models_pool_has_room_too_and_not_with_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker is built where a draft model's pool has room beside its own, and not with more, to the byte."""
+    model = bound_model("Qwen3")
+    make_model("Llama").save_pretrained(tmp_path)
+    config = RolloutConfig(num_blocks=4, num_speculative_tokens=3, draft_model=tmp_path, draft_cache_gb=2**-12)
+    own, draft = (MemoryShape.of(one, config.with_block_size(None)) for one in (model, bound_model("Llama")))
+    needed = 4 * own.bytes_per_block() + 2**18 // draft.bytes_per_block() * draft.bytes_per_block()
+    monkeypatch.setattr(pool_sizes, "memory_limit", lambda root: needed)
+    with RolloutWorker(model, config=config) as worker:
+        assert len(worker.generate([[1, 2, 3]])) == 1
+    monkeypatch.setattr(pool_sizes, "memory_limit", lambda root: needed - 1)
+    refused = r"4 KV blocks \+ the draft model's KV blocks need .* = .* GiB, .* or draft_cache_gb$"
+    with pytest.raises(ValueError, match=refused):
+        RolloutWorker(model, config=config)
