@@ -41,7 +41,8 @@ DEFAULT_STEP_TOKENS = {"cpu": 16, "cuda": 64}
 
 
 _OF_DRAFTS = (
-    "prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens", "draft_model", "draft_cache_gb",
+    "prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens", "draft_model", "draft_revision",
+    "draft_cache_gb",
 )  # fmt: skip
 
 _PLAIN: dict[str, Callable[[object], object]] = {
@@ -90,6 +91,8 @@ class RolloutConfig:
         tokens are guessed: docs/speculation.md.)
     draft_model: a folder or a name of the Hugging Face hub, of a smaller model with the same tokenizer, which guesses
         where no n-gram has come before; None for none. No result depends on it.
+    draft_revision: a branch, tag or commit of a draft model that is given by its name on the hub; None for its main
+        branch. Refused for a folder.
     draft_cache_gb: memory for its keys and values; None for what the sequences of a step take at their longest, but at
         most 1 GiB.
     num_threads: CPU threads of the generation thread; None for those of the thread that builds the worker.
@@ -127,6 +130,7 @@ class RolloutConfig:
     speculative_step_tokens: int | None = None
     speculative_history_tokens: int = 1 << 26
     draft_model: str | Path | None = None
+    draft_revision: str | None = None
     draft_cache_gb: float | None = None
     num_threads: int | None = None
     seed: int = 0
@@ -264,6 +268,8 @@ class RolloutConfig:
             raise ValueError(f"draft_cache_gb must be a number above 0 or None, got {shown(self.draft_cache_gb)}")
         if self.draft_cache_gb is not None and self.draft_model is None:
             raise ValueError(f"draft_cache_gb={self.draft_cache_gb} is the memory of a draft_model, and none is given")
+        if self.draft_revision is not None and self.draft_model is None:
+            raise ValueError(f"draft_revision={self.draft_revision!r} is of a draft_model, and none is given")
         if self.num_speculative_tokens and self.async_scheduling:
             raise ValueError(
                 f"async_scheduling=True launches a step before the tokens are known that "
@@ -282,8 +288,9 @@ class RolloutConfig:
             check_positive_int("num_threads", self.num_threads)
         if as_int(self.seed) is None or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be an int from 0 to 2**63 - 1, got {shown(self.seed)}")
-        if self.revision is not None and not (isinstance(self.revision, str) and self.revision):
-            raise ValueError(f"revision must be a non-empty string or None, got {shown(self.revision)}")
+        for name, revision in (("revision", self.revision), ("draft_revision", self.draft_revision)):
+            if revision is not None and not (isinstance(revision, str) and revision):
+                raise ValueError(f"{name} must be a non-empty string or None, got {shown(revision)}")
         for name, given in (("async_scheduling", self.async_scheduling), ("self_test", self.self_test)):
             if given is not None and not isinstance(given, bool):
                 raise ValueError(f"{name} must be True, False or None, got {shown(given)}")

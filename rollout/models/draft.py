@@ -69,6 +69,7 @@ def _own_config(config: RolloutConfig, guessed: nn.Module) -> RolloutConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype=guessed.get_parameter("lm_head.weight").dtype,
         device=config.device,
+        revision=config.draft_revision,
         enforce_eager=config.enforce_eager,
         dequantize=config.dequantize,
         exact=config.exact,

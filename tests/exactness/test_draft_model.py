@@ -333,6 +333,15 @@ def test_what_can_not_be_a_draft_model_is_refused(folders: Any, tmp_path: Path) 
         worker(draft_model=folders("Llama"), draft_cache_gb=1e-9)
     with pytest.raises(ValueError, match=r"draft_cache_gb=2\.0 is the memory of a draft_model, and none is given"):
         worker(draft_cache_gb=2)
+    with pytest.raises(
+        ModelLoadError, match=r"revision='v1' is for a name of the Hugging Face hub, and .* is a folder"
+    ):
+        worker(draft_model=folders("Llama"), draft_revision="v1")
+    with pytest.raises(ValueError, match="draft_revision='v1' is of a draft_model, and none is given"):
+        worker(draft_revision="v1")
+    for revision in ("", 5):
+        with pytest.raises(ValueError, match=f"draft_revision must be a non-empty string or None, got {revision!r}"):
+            worker(draft_model="small", draft_revision=revision)
     with pytest.raises(ValueError, match="draft_model say how tokens are guessed, and num_speculative_tokens=0"):
         RolloutConfig(draft_model="small")
     with pytest.raises(ValueError, match="async_scheduling=True launches a step before"):

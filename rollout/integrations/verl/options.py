@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp3
 WORKER_OPTIONS = (
     "block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads",
     "num_speculative_tokens", "prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens",
-    "draft_model", "draft_cache_gb",
+    "draft_model", "draft_revision", "draft_cache_gb",
 )  # fmt: skip
 """Lists the keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
 

@@ -395,6 +395,7 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
             "speculative_step_tokens": 9,
             "speculative_history_tokens": 0,
             "draft_model": "small",
+            "draft_revision": "v1",
             "draft_cache_gb": 0.5,
         },
         gpu_memory_utilization=0.7,
@@ -419,6 +420,7 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         speculative_step_tokens=9,
         speculative_history_tokens=0,
         draft_model="small",
+        draft_revision="v1",
         draft_cache_gb=0.5,
     )
     assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)

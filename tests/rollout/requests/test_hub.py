@@ -92,6 +92,23 @@ def test_a_worker_takes_a_name_and_a_revision(cache: Cache, models: list[Path]) 
             assert len(worker.generate([[1, 2]])) == 1
 
 
+@pytest.mark.parametrize(("revision", "number"), [(None, 1), ("v1", 0), (FIRST, 0)])
+def test_a_draft_model_is_taken_in_its_revision(
+    cache: Cache, models: list[Path], revision: str | None, number: int
+) -> None:
+    """A draft model that is given by its name is the one of its revision, whatever the model's: greedily, it guesses
+    what the model of that revision goes on with."""
+    for model, right in ((models[number], True), (models[1 - number], False)):
+        config = RolloutConfig(
+            num_speculative_tokens=3, prompt_lookup_min=40, draft_model=NAME, draft_revision=revision
+        )
+        with RolloutWorker(model, config=config) as worker:
+            worker.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+            stats = worker.stats()
+        assert stats["draft_tokens"] > 0
+        assert (stats["draft_tokens"] == stats["draft_tokens_accepted"]) == right
+
+
 @pytest.fixture
 def adapter(tmp_path: Path) -> dict[str, Any]:
     """Save an adapter in the folder "adapter"; return its config, which a test may change."""
