@@ -37,7 +37,7 @@ class AdapterOptions:
 
     config: a ``LoraConfig`` or a dict of its fields; None for that of the folder, or of the adapter of this name.
     revision: a branch, tag or commit of a source that is a name of the Hugging Face hub; None for its main branch.
-    version: above that of the adapter of this name; None for the next.
+    version: above that of the last adapter of this name; None for the next.
     autocast: matrices of less than float32 are widened, as peft does (``autocast_adapter_dtype``); False takes them in
         the model's dtype, for a trainer whose adapter has it.
     in_flight: what becomes of requests that go through the adapter before it: "finish" lets them end under it, "abort"
@@ -107,7 +107,7 @@ def read_adapter(
                 f"the adapter {name!r} is new, and nothing says which layers it changes: give config=, a LoraConfig"
             )
         layout = layout_of(options.config, module)
-    version = _next_version(before, options.version)
+    version = _next_version(known.last_version(name), options.version)
     head = module.get_parameter("lm_head.weight")
     dtype = torch.float32 if options.autocast else head.dtype
     deltas = {layer: new_delta(shape, dtype, head.device) for layer, shape in layout.shapes.items()}
@@ -132,10 +132,9 @@ def _resolved(source: object, revision: str | None) -> object:
     return source
 
 
-def _next_version(before: Loaded | None, asked: int | None) -> int:
-    current = 0 if before is None else before.adapter.version
+def _next_version(last: int, asked: int | None) -> int:
     if asked is None:
-        return current + 1
-    if asked <= current:
-        raise AdapterError(f"version must be above the adapter's current {current}, got {asked}")
+        return last + 1
+    if asked <= last:
+        raise AdapterError(f"version must be above the adapter's current {last}, got {asked}")
     return asked

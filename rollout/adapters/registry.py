@@ -5,6 +5,7 @@ Invariants
 * A request takes its adapter when it is submitted, and ends under it: one that is loaded under the same name later, or
   that name dropped, changes nothing of it.
 * An adapter that was loaded is never written to again.
+* No two adapters that were loaded under one name have one version, whether the name was dropped in between or not.
 * Any thread may ask and change it: each look and each change is one step of the dictionary.
 * The names of a shared peft model are peft's, as they were when it was bound last.
 """
@@ -41,6 +42,7 @@ class AdapterRegistry:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._loaded: dict[str, Loaded] = {}
+        self._last_versions: dict[str, int] = {}
         self._default = self._active()
 
     def resolve(self, name: str | None) -> Adapter | None:
@@ -68,6 +70,11 @@ class AdapterRegistry:
         """Return what was loaded under this name, if anything was."""
         return self._loaded.get(name)
 
+    def last_version(self, name: str) -> int:
+        """Return the version of what was loaded under this name last, 0 where nothing was."""
+        loaded = self._loaded.get(name)
+        return self._last_versions.get(name, 0) if loaded is None else loaded.adapter.version
+
     def check_free(self, name: object) -> str:
         """Return a name that may be loaded.
 
@@ -82,7 +89,10 @@ class AdapterRegistry:
 
     def put(self, loaded: Loaded) -> None:
         """Let requests from now on find this adapter under its name."""
-        self._loaded[loaded.adapter.name] = loaded
+        adapter = loaded.adapter
+        if adapter.alias is None:  # a fleet counts the versions of its own names, and takes no name twice here
+            self._last_versions[adapter.name] = adapter.version
+        self._loaded[adapter.name] = loaded
 
     def choose(self, name: str) -> None:
         """Send requests that name no adapter through this one."""

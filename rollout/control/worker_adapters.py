@@ -5,8 +5,8 @@ Invariants
 * Generation goes on while an adapter is read, and no request waits for it. Requests that have begun end under what they
   began with, unless the caller has them ended.
 * What is refused changes nothing: an adapter is known when all of it is there, and not before.
-* Loads under one name are made one after the other: no two adapters have one version. Nothing is left of a name whose
-  loads are over: a trainer may give each adapter another.
+* Loads under one name are made one after the other: no two adapters have one version. Of a name that was dropped
+  nothing is left but the number of its last version: a trainer may give each adapter another.
 """
 
 from __future__ import annotations

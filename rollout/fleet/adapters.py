@@ -5,6 +5,7 @@ Invariants
 * A replica knows an adapter by a name of its own for each load. So a name means another adapter from one request to the
   next, on all replicas at once, when all of them have it; what one of them refuses, none has.
 * A request that was sent ends under the adapter that it was sent with.
+* Versions of a name go on counting where it was dropped: two adapters of one name never have one version.
 * A replica that is started again reads the folders again, and of a name of the hub the commit that was found when it
   was loaded; one that finds another adapter there takes no requests.
 """
@@ -50,6 +51,7 @@ class FleetAdapters:
         self._crew = crew
         self._own = tuple(own)
         self._known: dict[str, WantedAdapter] = {}
+        self._last_versions: dict[str, int] = {}
         self._turn = threading.Lock()
         self._numbers = itertools.count(_FIRST_LOADED)
 
@@ -95,7 +97,7 @@ class FleetAdapters:
         revision = commit_of(source, asked.revision, "adapter") if is_name(source) else asked.revision
         with self._turn:
             before = self._known.get(name)
-            current = 0 if before is None else before.version
+            current = self._last_versions.get(name, 0)
             version = current + 1 if asked.version is None else asked.version
             if version <= current:
                 raise AdapterError(f"version must be above the adapter's current {current}, got {version}")
@@ -107,6 +109,7 @@ class FleetAdapters:
             report = self._read_everywhere(wanted)
             with self.sending:
                 self._known[name] = replace(wanted, digest=report.digest)
+                self._last_versions[name] = version
             if before is not None:
                 self._forget(before, asked.in_flight)
             return report

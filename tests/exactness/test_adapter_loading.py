@@ -182,7 +182,8 @@ def test_loads_at_once_under_one_name_have_versions_of_their_own(policy: PeftMod
 
 
 def test_nothing_is_left_of_names_that_are_loaded_and_dropped(policy: PeftModel, worker: RolloutWorker) -> None:
-    """A name that was loaded and dropped leaves nothing: a trainer may name each step's adapter anew, for days."""
+    """A name that was loaded and dropped leaves nothing but its last version: a trainer may name each step's adapter
+    anew, for days."""
     source = tensors(policy)
     for step in range(3):
         worker.load_adapter(f"step-{step}", source, config=lora_config())
@@ -190,6 +191,23 @@ def test_nothing_is_left_of_names_that_are_loaded_and_dropped(policy: PeftModel,
     with pytest.raises(WeightMismatchError):
         worker.load_adapter("refused", {}, config=lora_config())
     assert not worker._adapters._turns
+
+
+def test_a_name_that_was_dropped_goes_on_counting_its_versions(policy: PeftModel, worker: RolloutWorker) -> None:
+    """What is loaded under a name that was dropped has another version than all before: two results of one adapter's
+    name and version are of the same weights."""
+    source = tensors(policy)
+    worker.load_adapter("again", source, config=lora_config())
+    assert worker.load_adapter("again", source, version=5).version == 5
+    worker.drop_adapter("again")
+    with pytest.raises(AdapterError, match="version must be above the adapter's current 5, got 5"):
+        worker.load_adapter("again", source, config=lora_config(), version=5)
+    assert worker.load_adapter("again", source, config=lora_config()).version == 6
+    [output] = worker.generate(PROMPTS[:1], params("again")[:1])
+    assert (output.adapter, output.adapter_version) == ("again", 6)
+    worker.drop_adapter("again")
+    assert worker.load_adapter("again", source, config=lora_config(), version=9).version == 9
+    worker.drop_adapter("again")
 
 
 @pytest.mark.parametrize("way", ["dropped", "replaced"])

@@ -127,6 +127,12 @@ def test_requests_of_any_replica_have_the_bits_of_one_worker(local: ModelFleet, 
     assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
     with pytest.raises(RequestError, match="adapter='a' is not known; there are __base__"):
         fleet.submit(PROMPTS[0], asked("a"))
+    with pytest.raises(AdapterError, match="version must be above the adapter's current 2, got 1"):
+        fleet.load_adapter("a", folder, version=1)
+    assert fleet.load_adapter("a", folder).version == 3
+    again = fleet.generate(PROMPTS, asked("a"))
+    assert drawn(again) == expected["a"]
+    assert [(output.adapter, output.adapter_version) for output in again] == [("a", 3)] * 3
 
 
 @pytest.mark.parametrize("option", [{"number": 5}, {"alias": "other"}, {"alias": ""}])
