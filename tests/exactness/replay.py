@@ -59,11 +59,28 @@ class Journal:
         self.shared: dict[tuple[str, int], int] = {}
         self.origins: dict[tuple[str, int], list[Origin]] = {}
         self.recomputed: set[tuple[str, int]] = set()
+        self._guessed: list[tuple[Any, int, int]] = []
         self._engine = worker._engine
         self._launch = worker._engine.runner.launch
         self._engine.runner.launch = self._logged_launch
 
+    def settle(self) -> None:
+        """Note what was guessed right in the last step: each such token was computed, and drawn from is what follows
+        it."""
+        for item, known, version in self._guessed:
+            key = _key(item.sequence)
+            for end in range(known + 1, item.sequence.num_tokens):
+                self._note(key, end, version)
+                self.origins[key].append(Origin(self.context[key], self.shared[key]))
+        self._guessed = []
+
+    def _note(self, key: tuple[str, int], end: int, version: int) -> None:
+        """Note that a sample is computed up to `end`."""
+        self.context[key] = extended(self.context[key], end, version)
+        self.kv[key] = extended(self.kv[key], max(end, self.shared[key]), version)
+
     def _logged_launch(self, plan: Any, tables: Any, before: Any) -> Any:
+        self.settle()
         step = self._launch(plan, tables, before)
         version = self._engine.weight_version
         for item in plan.items:
@@ -74,9 +91,9 @@ class Journal:
             if anew:
                 self.context[key] = self.kv[key] = ()
                 self.shared[key] = item.sequence.kv.write_from
-            end = item.start + item.length
-            self.context[key] = extended(self.context[key], end, version)
-            self.kv[key] = extended(self.kv[key], max(end, self.shared[key]), version)
+            self._note(key, item.start + item.length - len(item.drafts), version)
+            if item.drafts:
+                self._guessed.append((item, item.sequence.num_tokens, version))
             for sample in (item.sequence, *item.forks) if item.samples else ():
                 self.origins.setdefault(_key(sample), []).append(Origin(self.context[key], self.shared[key]))
         return step

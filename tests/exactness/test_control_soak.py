@@ -53,6 +53,7 @@ WEIGHTS = 4
 MAX_LEN = 192
 PATIENCE = 300 + 0.5 * COMMANDS * CASES
 """Is the number of seconds after which whoever still runs is stuck."""
+GUESSES = {"num_speculative_tokens": 3, "speculative_step_tokens": 36, "draft_cache_gb": 2**-10}
 STEMS = token_ids(150, 150, 150, seed=3)
 REFUSALS = (
     "the weights are asleep",
@@ -66,7 +67,9 @@ REFUSALS = (
 class Soak:
     """Holds the worker, its weights by number, and what is known of both."""
 
-    def __init__(self, family: str, dtype: torch.dtype, while_asleep: str, folder: Path) -> None:
+    def __init__(
+        self, family: str, dtype: torch.dtype, while_asleep: str, folder: Path, drafting: bool = False
+    ) -> None:
         self.models = [bind(_weights(family, dtype, number)) for number in range(WEIGHTS)]
         self.models[0].save_pretrained(folder)
         chunk = 64 if family == "NemotronH" else 4
@@ -78,6 +81,7 @@ class Soak:
             max_num_batched_tokens=40,
             while_asleep=while_asleep,
             async_scheduling=while_asleep == "wait",
+            **(GUESSES | {"draft_model": folder} if drafting else {}),
         )
         self.block_size = chunk
         self.worker = RolloutWorker(folder, config=config)
@@ -300,11 +304,18 @@ def ends(threads: list[threading.Thread]) -> Iterator[None]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("family", "dtype", "while_asleep"),
-    [("Qwen3", torch.float32, "raise"), ("NemotronH", torch.bfloat16, "wait")],
+    ("family", "dtype", "while_asleep", "drafting"),
+    [
+        ("Qwen3", torch.float32, "raise", False),
+        ("NemotronH", torch.bfloat16, "wait", False),
+        ("Qwen3", torch.float32, "raise", True),
+    ],
 )
-def test_commands_under_load(family: str, dtype: torch.dtype, while_asleep: str, tmp_path: Path) -> None:
-    soak = Soak(family, dtype, while_asleep, tmp_path)
+def test_commands_under_load(
+    family: str, dtype: torch.dtype, while_asleep: str, drafting: bool, tmp_path: Path
+) -> None:
+    """What is loaded is also the draft model, where there is one: it goes on with these weights, whatever comes."""
+    soak = Soak(family, dtype, while_asleep, tmp_path, drafting)
     with soak.worker as worker:
         run(soak)
         worker.wake_up()
@@ -318,6 +329,10 @@ def test_commands_under_load(family: str, dtype: torch.dtype, while_asleep: str,
     assert soak.took_the_lock() >= COMMANDS * CASES, "commands that were carried out"
     assert {"shared memory", "gloo"} <= soak.ways.keys()
     assert_none_lost(soak, outputs, stats)
+    if drafting:
+        assert 0 < stats["draft_tokens_accepted"] < stats["draft_tokens"]
+        assert stats["draft_blocks_free"] == stats["draft_blocks_total"]
+    soak.journal.settle()
     soak.lock_log.assert_fair()
     tokens = check_against_oracles(soak, outputs)
     commands = f"{dict(soak.done)}, refused {dict(soak.refused)}, {dict(soak.ways)}"
