@@ -30,7 +30,14 @@ from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.recurrent_states import StatesCheck
 from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, of_transformers, packed
 from samebit.rollout.audit.weight_updates import WeightsCheck
-from samebit.rollout.audit.workers import compared_config, device_of
+from samebit.rollout.audit.workers import (
+    GUESSING,
+    LEAST_GUESSED,
+    can_guess,
+    compared_config,
+    device_of,
+    guesses_of,
+)
 from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.outputs import RequestOutput
@@ -202,6 +209,9 @@ class _Check:
         for count in range(1, min(2, most) + 1):
             note = "" if most > 1 else " (this machine allows no more)"
             yield self._row(f"threads of the worker: {count}{note}", self._run(num_threads=count), first=self.first)
+        if can_guess(self.model) and self.workload.new_tokens >= LEAST_GUESSED:
+            guesses, outputs = self._guessed()
+            yield self._row(f"tokens guessed ahead, {guesses}", outputs, first=2 * self.first)
 
     def temperatures(self) -> Iterator[Row]:
         for temperature in (0.7, 0.0):
@@ -273,6 +283,18 @@ class _Check:
         with RolloutWorker(self.model, config=self._config()) as worker:
             requests = zip(self.workload.prompts, self.workload.params(), strict=True)
             return [worker.generate([prompt], params)[0] for prompt, params in requests]
+
+    def _guessed(self) -> tuple[str, list[RequestOutput]]:
+        """Generate twice with guesses: from answers that begin alike and go on otherwise, then from the same."""
+        alike = self.workload.params(temperature=0.9)
+        with RolloutWorker(self.model, config=self._config(prompt_lookup_min=1, **GUESSING)) as worker:
+            worker.generate(self.workload.prompts, alike)
+            outputs = [
+                out
+                for _ in ("otherwise", "the same")
+                for out in worker.generate(self.workload.prompts, self.workload.params())
+            ]
+            return guesses_of(worker), outputs
 
     def _preempted(self) -> tuple[list[int], list[RequestOutput], int]:
         """Return the requests, outputs and preemptions of the first pool that is too small, but leaves those who resume

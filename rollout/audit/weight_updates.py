@@ -21,10 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from samebit.kernels import token_logprobs
+from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.audit.compare import Difference, compare, compare_samples, reported, worst
 from samebit.rollout.audit.sending_process import TIMEOUT, SendingProcess
 from samebit.rollout.audit.trainer_layouts import Sample, packed
-from samebit.rollout.audit.workers import compared_config, device_of
+from samebit.rollout.audit.workers import GUESSING, LEAST_GUESSED, compared_config, device_of, guesses_of
 from samebit.rollout.control.weights.transaction import IN_FLIGHT
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.models.saving import save_model
@@ -64,6 +65,7 @@ class WeightsCheck:
         self._halve()
         self._prompts, self._params = requests
         self._first = first
+        self._max_model_len = max_model_len
         self._config = compared_config(model, max_model_len=max_model_len)
         self._long = min(CAUGHT_TOKENS, max_model_len // 2)
 
@@ -87,6 +89,19 @@ class WeightsCheck:
                 for mode in IN_FLIGHT:
                     yield self._update_in_flight(worker, mode)
                 yield self._deltas(worker)
+            if binding_of(self._model).state_layout is None and (self._params[0].max_tokens or 0) >= LEAST_GUESSED:
+                yield self._guessed_by(folder)
+
+    def _guessed_by(self, folder: Path) -> Run:
+        """Generate with the same weights as a draft model: of greedy requests, all of its guesses are right."""
+        by_model = {"draft_model": folder, "prompt_lookup_min": self._max_model_len, "speculative_history_tokens": 0}
+        config = compared_config(self._model, max_model_len=self._max_model_len, **GUESSING, **by_model)
+        with RolloutWorker(self._model, config=config) as worker:
+            greedy = worker.generate(self._prompts, [replace(one, temperature=0.0) for one in self._params])
+            outputs = self._generate(worker)
+            name = f"tokens guessed ahead by its copy, {guesses_of(worker)}"
+        samples = [Sample(out.prompt_token_ids, sample.token_ids) for out in greedy for sample in out.samples]
+        return Run(name, outputs, self._first, compare(reported(greedy), packed(self._model, samples, 1.0)))
 
     def _arrivals(self, worker: RolloutWorker, folder: Path, process: SendingProcess) -> Iterator[Run]:
         with RolloutWorker(self._other, config=self._config) as shared:

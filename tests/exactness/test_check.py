@@ -28,6 +28,7 @@ from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.cache import PrefixCache
 from samebit.rollout.cache.prefix_tree import PrefixTree
+from samebit.rollout.drafts.drafter import Drafter
 from samebit.rollout.engine.engine import Engine
 from samebit.weight_sync import SharedMemorySender, SyncReport
 from samebit.weight_sync.wire.buckets import Kind
@@ -83,6 +84,8 @@ def test_json_is_one_object_and_nothing_else(
     assert len(set(names)) == len(names) >= 38
     weights = [name for name in names if name.startswith(("weights", "slept", "delta"))]
     assert len(weights) == 12
+    guessed = [re.findall(r"\d+", name) for name in names if name.startswith("tokens guessed ahead")]
+    assert [0 < int(right) < int(made) for right, made in guessed] == [True, True]
     assert f"slept and woken {cycles} times" in weights
     assert f"delta against dense, {steps} optimizer steps" in weights
     first, *others = report["rows"]
@@ -282,6 +285,13 @@ def test_a_row_that_would_show_nothing_is_an_error(
     monkeypatch.setattr(owner, name, instead)
     with pytest.raises(ValueError, match=missing):
         list(CacheCheck(runs).runs())
+
+
+@pytest.mark.usefixtures("no_weights_part")
+def test_a_row_of_guesses_of_which_none_is_right_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafter, "guesses", lambda self, sequences, room: [() for _ in sequences])
+    with pytest.raises(ValueError, match="none of 0 guesses was right: ask for more --tokens"):
+        list(check.check_model(folder, new_tokens=4))
 
 
 @pytest.mark.parametrize("tokens", ["161", "100000"])
