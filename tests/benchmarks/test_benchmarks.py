@@ -16,6 +16,7 @@ from transformers import Qwen3MoeConfig
 from samebit.benchmarks import (
     cache_growth,
     decode_step,
+    drafts,
     fleet,
     gpu,
     gpu_experts,
@@ -41,6 +42,7 @@ from samebit.benchmarks.rounds import machine_noise as neighbours
 from samebit.benchmarks.rounds import turns as alternate
 from samebit.benchmarks.workloads import models, workload
 from samebit.kernels import bind
+from samebit.rollout import RolloutWorker
 
 from ..campaign import long
 from ..patience import HANG
@@ -74,6 +76,22 @@ def test_rollout_writes_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert 0 < value["min"] <= value["value"] <= value["max"] < math.inf
     assert {"device", "versions", "commit", "command", "threads", "omp_wait_policy"} <= set(content["meta"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_guesses_are_measured_by_n_grams_and_by_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses of each kind are measured. The draft model is right of all greedy answers: the model's other layers add
+    nothing."""
+    seen: list[dict[str, float]] = []
+    close = RolloutWorker.close
+    monkeypatch.setattr(RolloutWorker, "close", lambda self: seen.append(self.stats()) or close(self))
+    monkeypatch.setitem(models.SHAPES, "5m", TINY)
+    sizes = drafts.Sizes(groups=((1, 2, 20),), rounds=1, cases=("again", "draft_right"))
+    metrics = drafts.measure(sizes, "5m", "bf16")
+    assert list(metrics) == ["5m_bf16_again_1x2", "5m_bf16_draft_right_1x2"]
+    assert all(0 < figure.min <= figure.value <= figure.max for figure in metrics.values())
+    by_model = seen[-2:]
+    assert max(one["draft_tokens"] for one in by_model) > 20
+    assert [one["draft_tokens"] for one in by_model] == [one["draft_tokens_accepted"] for one in by_model]
 
 
 def test_a_wrong_number_of_tokens_is_refused() -> None:
