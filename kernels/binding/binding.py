@@ -34,6 +34,7 @@ from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
 from samebit.kernels.binding.wrapped import modules_of_vision, unread_keys, wrapping_module
 from samebit.kernels.layout.device import DTYPES
+from samebit.kernels.layout.images import ImageLayout
 from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -49,6 +50,7 @@ class Binding:
         modules: the model's modules as they were bound.
         users: the workers that generate with this model itself.
         adapters: those that peft has put into it; None without any.
+        images: what it takes images as; None where it computes text alone.
     """
 
     family: Family
@@ -60,6 +62,7 @@ class Binding:
     route_layout: RouteLayout | None = None
     users: Users[Any] = field(default_factory=Users, repr=False)
     adapters: PeftAdapters | None = field(default=None, repr=False)
+    images: ImageLayout | None = None
 
     def check(self) -> None:
         """Check that modules and adapters are those that were bound.

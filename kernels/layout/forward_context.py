@@ -22,6 +22,7 @@ from samebit.kernels.layout.attention_work import AttentionWork
 from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.images import ImageRows
 from samebit.kernels.layout.lora.adapters import RowAdapters
 from samebit.kernels.layout.shape_checks import check_readable
 from samebit.kernels.layout.states.memory import StateMemory
@@ -41,6 +42,7 @@ class ForwardContext(CallRows):
             for a training call.
         device_layout: what of this was sent to the device before; None to have it sent.
         adapters: of the rows; None where the model's own flags say it (a trainer's call).
+        images: what rows of images read, and what rotates all rows of such a call; None where no sequence has any.
         known: properties that `StepRows` says, so that the layout is checked, and they need not be worked out.
     """
 
@@ -48,6 +50,7 @@ class ForwardContext(CallRows):
     states: StateMemory | None = None
     device_layout: DeviceLayout | None = None
     adapters: RowAdapters | None = None
+    images: ImageRows | None = None
     known: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
