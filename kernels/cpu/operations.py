@@ -1,7 +1,12 @@
 """List what the CPU implements of `ops.dispatch.Operations` and `WholeCalls`, in Numba, LLVM and torch."""
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
-from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
+from samebit.kernels.cpu.attention.operation import (
+    attention_backward,
+    attention_forward,
+    attention_of_unrotated,
+    segment_attention,
+)
 from samebit.kernels.cpu.attention.step_rows import lay_out
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
@@ -94,6 +99,7 @@ __all__ = [
     "sample",
     "scan_backward",
     "scan_forward",
+    "segment_attention",
     "sparse_call",
     "uniforms",
 ]

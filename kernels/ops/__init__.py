@@ -7,5 +7,5 @@ All import `samebit.kernels.layout`. Above lies `samebit.kernels.binding`.
 The way through: `linear`, then `attention`, which takes `norm` and `rope` in, then `logprobs` and `sampling`;
 `activation`; `conv` of recurrent layers, `ssd` of Mamba layers. `score_arguments` checks what a caller says of a score,
 `errors` raises what several operations refuse. Folders: `delta`, `latent` and `experts` are operations of those layers,
-`lora` what adapters add, `layers` a whole layer.
+`segment_attention` that of vision towers, `lora` what adapters add, `layers` a whole layer.
 """

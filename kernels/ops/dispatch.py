@@ -47,6 +47,7 @@ from samebit.kernels.layout.options import (
     Saved,
     SSMOptions,
 )
+from samebit.kernels.layout.vision.segments import Segments
 
 Tensor = torch.Tensor
 
@@ -141,6 +142,10 @@ class Operations(Protocol):
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks, the last None without sinks."""
+
+    # samebit.kernels.ops.segment_attention
+    def segment_attention(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """Attend to all rows of a row's own segment, ``[T, H, D]`` each."""
 
     # samebit.kernels.ops.latent
     def latent_forward(

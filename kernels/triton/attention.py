@@ -33,6 +33,7 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
+from samebit.kernels.layout.vision.segments import Segments
 from samebit.kernels.triton.numeric import LOG2E, aligned, clear_if_idle, dot, jit, tanh
 from samebit.kernels.triton.splits import SPLIT, keep, load_kept, merged, room_for_kept, taken_in
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
@@ -65,6 +66,17 @@ def attention_forward(
     out = torch.empty_like(q)
     write(k, v, pages, out, places)
     return attended(q, pages, context, options, sinks, out)
+
+
+def segment_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Implement `Operations.segment_attention`."""
+    options = AttentionOptions(0, scale)
+    q, pages, places = aligned(q), pages_of(k, segments.keys, options), Places.of(segments.keys)
+    out = torch.empty_like(q)
+    write(k, v, pages, out, places)
+    return attend(q, pages, segments.rows, options, None, out)[0]
 
 
 def pages_of(k: torch.Tensor, context: ForwardContext, options: AttentionOptions) -> torch.Tensor:

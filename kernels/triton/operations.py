@@ -1,7 +1,7 @@
 """List what a GPU implements of `samebit.kernels.ops.dispatch.Operations`, in Triton."""
 
 from samebit.kernels.triton.activation import gated_backward, gated_forward
-from samebit.kernels.triton.attention import attention_forward
+from samebit.kernels.triton.attention import attention_forward, segment_attention
 from samebit.kernels.triton.conv import conv_forward
 from samebit.kernels.triton.delta.gates import gates
 from samebit.kernels.triton.delta.rule import delta_rule
@@ -85,5 +85,6 @@ __all__ = [
     "route_forward",
     "scan_backward",
     "scan_forward",
+    "segment_attention",
     "uniforms",
 ]

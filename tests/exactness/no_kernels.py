@@ -102,6 +102,9 @@ class NoKernels:
         q, k, v, *sinks = like(*saved, grad)[:-1]
         return q, k, v, sinks[0] if sinks else None
 
+    def segment_attention(self, q: Tensor, k: Tensor, v: Tensor, segments: Any, scale: float) -> Tensor:
+        return like(q, k, v)[0]
+
     def latent_forward(self, q: Tensor, latents: Tensor, context: Any, options: Any, chosen: Any) -> Any:
         on_one_device(q, latents, chosen)
         return room(q, *q.shape[:2], options.rank), (q, latents)

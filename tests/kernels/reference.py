@@ -99,6 +99,12 @@ def attention(
     return torch.einsum("hts,shd->thd", weights, values)
 
 
+def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Compute attention of all tokens of one segment to all of them; ``[T, H, D]`` each."""
+    weights = (torch.einsum("thd,shd->hts", q.double(), k.double()) * scale).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, v.double())
+
+
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
     """Return log-softmax of ``logits / temperature`` at the tokens; ``logits``: ``[..., V]``, the others ``[...]``."""
     scaled = logits.double() / torch.as_tensor(temperature, dtype=torch.float64).expand(token_ids.shape)[..., None]

@@ -15,6 +15,7 @@ from samebit.kernels.cpu.norm.forward import rms_norm_forward
 from samebit.kernels.cpu.rope import rotate
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved
+from samebit.kernels.layout.vision.segments import Segments
 from samebit.kernels.openmp import num_threads
 
 _SCATTER = 8
@@ -97,6 +98,17 @@ def attention_backward(
     )  # fmt: skip
     grad_sinks = _gradient_of_sinks(sinks[0], lse, deltas) if sinks else None
     return grad_q, grad_kv[0], grad_kv[1], grad_sinks
+
+
+def segment_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Implement `Operations.segment_attention`."""
+    _, heads, head_dim = k.shape
+    size = head_dim * segments.keys.block_size
+    pages = torch.empty(segments.keys.num_blocks, heads, 2, size, dtype=k.dtype, device="cpu")
+    _write(k, v, pages, segments.keys)
+    return _attend(q, pages, segments.rows, AttentionOptions(0, scale), None, None)
 
 
 def _gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
