@@ -1,4 +1,4 @@
-"""Compute gated activations on the CPU, elementwise: act(gate) * up, and its two gradients.
+"""Compute activations on the CPU, elementwise: act(gate) * up and its two gradients, or act(x) and its gradient.
 
 One kernel an activation: a branch inside the loop would keep LLVM from vectorising it. Kernels are functions of the
 module, by whose names Numba keeps them on disk; what they call may be closures. T rows of width W.
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.memory import elements, kind_of
-from samebit.kernels.cpu.base.numeric import narrow, sigmoid, tanh, widen
+from samebit.kernels.cpu.base.numeric import erf, narrow, share_left, sigmoid, tanh, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.options import Saved
@@ -25,6 +25,12 @@ _ONE = np.float32(1.0)
 _ROOT = np.float32(0.7978845608028654)  # sqrt(2 / pi)
 _CUBIC = np.float32(0.044715)
 _THREE = np.float32(3.0)
+_HALF_ROOT = np.float32(0.7071067811865476)  # 1 / sqrt(2)
+_DENSITY = np.float32(0.3989422804014327)  # 1 / sqrt(2 pi)
+_QUICK = np.float32(1.702)
+
+_PART = 1 << 12
+"""Count of elements that a thread takes at once. Speed."""
 
 
 @inlined_part
@@ -49,11 +55,41 @@ def _gelu_tanh_of(x: Any) -> Any:
 
 
 @inlined_part
+def _gelu_tanh_slope_of(x: Any, t: Any) -> Any:
+    inner = _ROOT * (_ONE + _THREE * _CUBIC * x * x)
+    return _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inner
+
+
+@inlined_part
 def _gelu_tanh_gradients(x: Any, up: Any, d: Any) -> Any:
     t = _tanh_of(x)
-    inner = _ROOT * (_ONE + _THREE * _CUBIC * x * x)
-    slope = _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inner
-    return d * up * slope, d * _HALF * x * (_ONE + t)
+    return d * up * _gelu_tanh_slope_of(x, t), d * _HALF * x * (_ONE + t)
+
+
+@inlined_part
+def _gelu_tanh_slope(x: Any) -> Any:
+    return _gelu_tanh_slope_of(x, _tanh_of(x))
+
+
+@inlined_part
+def _gelu_of(x: Any) -> Any:
+    return _HALF * x * (_ONE + erf(x * _HALF_ROOT))
+
+
+@inlined_part
+def _gelu_slope(x: Any) -> Any:
+    return _HALF * (_ONE + erf(x * _HALF_ROOT)) + x * share_left(-_HALF * x * x) * _DENSITY
+
+
+@inlined_part
+def _quick_gelu_of(x: Any) -> Any:
+    return x * sigmoid(_QUICK * x)
+
+
+@inlined_part
+def _quick_gelu_slope(x: Any) -> Any:
+    s = sigmoid(_QUICK * x)
+    return s * (_ONE + _QUICK * x * (_ONE - s))
 
 
 @inlined_part
@@ -164,6 +200,58 @@ def _sigmoid_backward(
     )  # fmt: skip
 
 
+def _plain_parts(act: Any, slope: Any) -> tuple[Any, Any]:
+    """Make the parts that compute some of the elements, forward and backward, from those that compute one."""
+
+    @kernel_part
+    def forward(part: int, x_address: int, kind: Any, size: int, out_address: int) -> None:
+        width = min(_PART, size - part * _PART)
+        x = _row(elements(x_address, size, kind), part, _PART, width)
+        out = _row(elements(out_address, size, kind), part, _PART, width)
+        for i in range(width):
+            out[i] = narrow(act(widen(x[i])), out[i])
+
+    @kernel_part
+    def backward(part: int, x_address: int, grad_address: int, kind: Any, size: int, out_address: int) -> None:
+        width = min(_PART, size - part * _PART)
+        x = _row(elements(x_address, size, kind), part, _PART, width)
+        grad = _row(elements(grad_address, size, kind), part, _PART, width)
+        out = _row(elements(out_address, size, kind), part, _PART, width)
+        for i in range(width):
+            out[i] = narrow(widen(grad[i]) * slope(widen(x[i])), out[i])
+
+    return forward, backward
+
+
+_plain_gelu_part, _plain_gelu_backward_part = _plain_parts(_gelu_of, _gelu_slope)
+_plain_gelu_tanh_part, _plain_gelu_tanh_backward_part = _plain_parts(_gelu_tanh_of, _gelu_tanh_slope)
+_quick_gelu_part, _quick_gelu_backward_part = _plain_parts(_quick_gelu_of, _quick_gelu_slope)
+
+
+def _plain_gelu(threads: int, x: int, kind: Any, size: int, out: int) -> None:
+    share_out(_plain_gelu_part, (size + _PART - 1) // _PART, threads, (x, kind, size, out))
+
+
+def _plain_gelu_backward(threads: int, x: int, grad: int, kind: Any, size: int, out: int) -> None:
+    share_out(_plain_gelu_backward_part, (size + _PART - 1) // _PART, threads, (x, grad, kind, size, out))
+
+
+def _plain_gelu_tanh(threads: int, x: int, kind: Any, size: int, out: int) -> None:
+    share_out(_plain_gelu_tanh_part, (size + _PART - 1) // _PART, threads, (x, kind, size, out))
+
+
+def _plain_gelu_tanh_backward(threads: int, x: int, grad: int, kind: Any, size: int, out: int) -> None:
+    share_out(_plain_gelu_tanh_backward_part, (size + _PART - 1) // _PART, threads, (x, grad, kind, size, out))
+
+
+def _quick_gelu(threads: int, x: int, kind: Any, size: int, out: int) -> None:
+    share_out(_quick_gelu_part, (size + _PART - 1) // _PART, threads, (x, kind, size, out))
+
+
+def _quick_gelu_backward(threads: int, x: int, grad: int, kind: Any, size: int, out: int) -> None:
+    share_out(_quick_gelu_backward_part, (size + _PART - 1) // _PART, threads, (x, grad, kind, size, out))
+
+
 @dataclass(frozen=True)
 class _Loops:
     """Holds the two loops of one activation."""
@@ -185,6 +273,15 @@ _LOOPS = {
 }
 """Finds the loops by name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows
 (measured)."""
+
+_PLAIN_GELU_TANH = _Loops(SharedKernel(_plain_gelu_tanh), SharedKernel(_plain_gelu_tanh_backward))
+_PLAIN_LOOPS = {
+    "gelu": _Loops(SharedKernel(_plain_gelu), SharedKernel(_plain_gelu_backward)),
+    "gelu_pytorch_tanh": _PLAIN_GELU_TANH,
+    "gelu_new": _PLAIN_GELU_TANH,
+    "quick_gelu": _Loops(SharedKernel(_quick_gelu), SharedKernel(_quick_gelu_backward)),
+}
+"""Finds the loops of activations without a gate."""
 
 
 def kernel_of(activation: str) -> SharedKernel | None:
@@ -232,6 +329,22 @@ def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[t
         _row_stride(gate), _row_stride(up), array(grad_gate).reshape(-1), array(grad_up).reshape(-1),
     )  # fmt: skip
     return grad_gate, grad_up
+
+
+def activated_forward(activation: str, x: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.activated_forward`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _PLAIN_LOOPS[activation].forward(x.numel(), x.data_ptr(), kind_of(x.dtype), x.numel(), out.data_ptr())
+    return out
+
+
+def activated_backward(activation: str, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.activated_backward`."""
+    x, grad = x.contiguous(), grad.contiguous()
+    out, kind, size = torch.empty_like(x), kind_of(x.dtype), x.numel()
+    _PLAIN_LOOPS[activation].backward(size, x.data_ptr(), grad.data_ptr(), kind, size, out.data_ptr())
+    return out
 
 
 def _gelu_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

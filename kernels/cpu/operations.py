@@ -1,6 +1,6 @@
 """List what the CPU implements of `ops.dispatch.Operations` and `WholeCalls`, in Numba, LLVM and torch."""
 
-from samebit.kernels.cpu.activation import gated_backward, gated_forward
+from samebit.kernels.cpu.activation import activated_backward, activated_forward, gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import (
     attention_backward,
     attention_forward,
@@ -46,6 +46,8 @@ from samebit.kernels.cpu.sampling import draw, keep_likely, sample, uniforms
 from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
 
 __all__ = [
+    "activated_backward",
+    "activated_forward",
     "add_gradient_of_inputs",
     "add_low_rank",
     "add_rms_norm",

@@ -1,4 +1,4 @@
-"""Compute gated activations ``act(gate) * up`` with autograd.
+"""Compute activations, gated ``act(gate) * up`` and plain ``act(x)``, with autograd.
 
 Contract: elementwise in float32, rounded once. torch's own ``silu`` and tanh-``gelu`` round differently in
 their vector body and scalar rest, so an element would change with the number of elements around it.
@@ -25,6 +25,9 @@ IN_KERNELS = (*SILU, "gelu_pytorch_tanh", "gelu_new")
 
 PLAIN_ACTIVATIONS = ("relu2",)
 """Lists the activations of MLPs without a gate."""
+
+TOWER_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
+"""Lists those that vision towers have without a gate: ``x * sigmoid(1.702 x)`` is the last."""
 
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -62,12 +65,31 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
 def activated(activation: str, x: torch.Tensor) -> torch.Tensor:
     """Compute ``activation(x)``; relu2 is ``max(x, 0) ** 2``: torch's, one IEEE product an element.
 
+    Args:
+        activation: one of `PLAIN_ACTIVATIONS` or `TOWER_ACTIVATIONS`.
+        x: ``[..., W]`` float32 or bfloat16.
+
+    Returns:
+        ``[..., W]`` in the dtype of ``x``; of `TOWER_ACTIVATIONS` contiguous.
+
     Raises:
-        ValueError: for an activation that is not exact.
+        ValueError: for an activation that is not exact, or a number alone.
+        TypeError: for a dtype that is not exact on the CPU.
     """
-    if activation not in PLAIN_ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is not exact; allowed: {', '.join(PLAIN_ACTIVATIONS)}")
-    return F.relu(x).square()
+    if activation in PLAIN_ACTIVATIONS:
+        return F.relu(x).square()
+    if activation not in TOWER_ACTIVATIONS:
+        allowed = ", ".join(PLAIN_ACTIVATIONS + TOWER_ACTIVATIONS)
+        raise ValueError(f"activation {activation!r} is not exact; allowed: {allowed}")
+    if not x.dim():
+        raise ValueError("x has the shape []; allowed: [..., W]")
+    if not device.on_gpu(x):
+        check_host("x", x)
+        check_dtype_of_cpu(x.dtype)
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: torch.Tensor = _Activated.apply(activation, x)
+        return out
+    return operations_for(x).activated_forward(activation, x)
 
 
 class _Gated(torch.autograd.Function):
@@ -83,3 +105,17 @@ class _Gated(torch.autograd.Function):
     @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
         return None, *ctx.kernels.gated_backward(ctx.activation, ctx.saved_tensors, grad)
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: str, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return operations_for(x).activated_forward(activation, x)
+
+    @staticmethod
+    @plain_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, operations_for(grad).activated_backward(ctx.activation, x, grad)

@@ -110,6 +110,12 @@ class Operations(Protocol):
     def gated_backward(self, activation: str, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up."""
 
+    def activated_forward(self, activation: str, x: Tensor) -> Tensor:
+        """Compute ``activation(x)``, contiguous."""
+
+    def activated_backward(self, activation: str, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of x, contiguous."""
+
     # samebit.kernels.ops.layers.gated
     def multiply_gated(
         self, activation: str, x: Tensor, layers: Sequence[Layer], *, kept: bool

@@ -1,6 +1,6 @@
 """List what a GPU implements of `samebit.kernels.ops.dispatch.Operations`, in Triton."""
 
-from samebit.kernels.triton.activation import gated_backward, gated_forward
+from samebit.kernels.triton.activation import activated_backward, activated_forward, gated_backward, gated_forward
 from samebit.kernels.triton.attention import attention_forward, segment_attention
 from samebit.kernels.triton.conv import conv_forward
 from samebit.kernels.triton.delta.gates import gates
@@ -41,6 +41,8 @@ from samebit.kernels.triton.vocabulary.logprobs import entropies, entropy_gradie
 from samebit.kernels.triton.vocabulary.sampling import draw, uniforms
 
 __all__ = [
+    "activated_backward",
+    "activated_forward",
     "add_gradient_of_inputs",
     "add_low_rank",
     "add_rms_norm",

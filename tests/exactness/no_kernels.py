@@ -73,6 +73,12 @@ class NoKernels:
     def gated_backward(self, activation: str, saved: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return like(*saved, grad)[:-1]
 
+    def activated_forward(self, activation: str, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def activated_backward(self, activation: str, x: Tensor, grad: Tensor) -> Tensor:
+        return like(x, grad)[0]
+
     def of_saved(self, saved: Any, grad: Tensor, *options: Any) -> tuple[Tensor, ...]:
         return like(*saved, grad)[:-1]
 

@@ -35,7 +35,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute ``activation(gate) * up``, by the activation's Hugging Face name."""
-    x = gate.double()
+    return activated(activation, gate) * up.double()
+
+
+def activated(activation: str, x: torch.Tensor) -> torch.Tensor:
+    """Compute ``activation(x)``, by the activation's Hugging Face name."""
+    x = x.double()
     if activation in ("silu", "swish"):
         y = x / (1 + (-x).exp())
     elif activation in ("gelu_pytorch_tanh", "gelu_new"):
@@ -44,9 +49,11 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
         y = 1 / (1 + (-x).exp())
     elif activation == "gelu":
         y = 0.5 * x * (1 + (x / math.sqrt(2)).erf())
+    elif activation == "quick_gelu":
+        y = x / (1 + (-1.702 * x).exp())
     else:
         raise ValueError(f"no reference for activation {activation!r}")
-    return y * up.double()
+    return y
 
 
 def rotate(

@@ -23,6 +23,12 @@ def _softplus(x: np.ndarray, out: np.ndarray) -> None:
 
 
 @njit
+def _erf(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(len(x)):
+        out[i] = numeric.erf(x[i])
+
+
+@njit
 def _narrow(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(len(x)):
         out[i] = numeric.narrow(x[i], out[i])
@@ -50,6 +56,18 @@ def test_accuracy(points: np.ndarray) -> None:
     assert np.max(np.abs(exp / np.exp(x) - 1)) < 1e-7
     assert np.max(np.abs(tanh - np.tanh(x))) < 2e-7
     assert np.max(np.abs(sigmoid * (1 + np.exp(-x)) - 1)) < 3e-7
+
+
+def test_erf_is_accurate_and_1_far_from_0(points: np.ndarray) -> None:
+    x = np.concatenate([points, points / 20, np.float32([0.927734375, 1e4, 1e18, 3e38, np.inf, -np.inf, np.nan, -0.0])])
+    out = np.empty(len(x), np.float32)
+    _erf(x, out)
+    exact = torch.from_numpy(x.astype(np.float64)).erf().numpy()
+    assert np.nanmax(np.abs(out - exact)) < 1.2e-7
+    near = np.abs(x) < 0.9
+    near &= x != 0
+    assert np.max(np.abs(out[near] / exact[near] - 1)) < 1.5e-7
+    assert np.array_equal(np.isnan(out), np.isnan(x))
 
 
 def test_softplus_is_accurate_relative_to_itself(points: np.ndarray) -> None:

@@ -2,7 +2,7 @@
 
 No libm call appears in a loop that LLVM may vectorise: a vector math library rounds differently in the
 vector body and in the scalar rest. ``exp`` and ``tanh`` are Cephes polynomials written with explicit
-fused multiply-adds instead, the same operations for every element.
+fused multiply-adds instead, the same operations for every element; so are those of ``erf``.
 
 bfloat16 travels as its ``uint16`` bits (Numba has no such type): `widen` on the way in, `narrow` out.
 """
@@ -36,6 +36,12 @@ _T3 = np.float32(1.33314422036e-1)
 _T4 = np.float32(-3.33332819422e-1)
 _L3, _L5, _L7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
 _L9, _L11, _L13, _L15 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13), np.float32(1 / 15)
+_N0, _N1, _N2 = np.float32(-5.96761703e-4), np.float32(4.99119423e-3), np.float32(-2.67681349e-2)
+_N3, _N4, _N5 = np.float32(1.12819925e-1), np.float32(-3.76125336e-1), np.float32(1.28379166e-1)
+_F0, _F1 = np.float32(-1.72853470e-5), np.float32(3.83197126e-4)
+_F2, _F3, _F4 = np.float32(-3.88396438e-3), np.float32(2.42546219e-2), np.float32(-1.06777877e-1)
+_F5, _F6 = np.float32(-6.34846687e-1), np.float32(-1.28717512e-1)
+_ERF_SMALL = np.float32(0.927734375)
 _TANH_SMALL = np.float32(0.625)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
@@ -143,6 +149,27 @@ def tanh(x: Any) -> Any:
     far = _ONE - _TWO / (exp(size + size) + _ONE)
     far = -far if x < _ZERO else far
     return near if size < _TANH_SMALL else far
+
+
+@inlined_part
+def erf(x: Any) -> Any:
+    """Compute the error function in float32: a polynomial near zero, elsewhere 1 - e**-y with a polynomial y of |x|."""
+    size = -x if x < _ZERO else x
+    square = x * x
+    p = fma(_N0, square, _N1)
+    p = fma(p, square, _N2)
+    p = fma(p, square, _N3)
+    p = fma(p, square, _N4)
+    p = fma(p, square, _N5)
+    near = fma(p, x, x)
+    y = fma(fma(_F0, size, _F1), square, fma(_F2, size, _F3))
+    y = fma(y, size, _F4)
+    y = fma(y, size, _F5)
+    y = fma(y, size, _F6)
+    y = fma(y, size, -size)
+    far = _ONE - exp(y)
+    far = -far if x < _ZERO else far
+    return near if size < _ERF_SMALL else far
 
 
 @inlined_part

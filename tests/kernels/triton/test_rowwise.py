@@ -8,7 +8,7 @@ import torch
 
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.options import GatedNormOptions
-from samebit.kernels.ops.activation import ACTIVATIONS, gated
+from samebit.kernels.ops.activation import ACTIVATIONS, TOWER_ACTIVATIONS, activated, gated
 from samebit.kernels.ops.linear import gradient_of_weight, linear
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
@@ -71,6 +71,15 @@ OPS = {
         )
         for name in ACTIVATIONS
         if name not in ("swish", "gelu_new")
+    },
+    **{
+        f"plain {name}": Op(
+            lambda rows, width: [torch.randn(rows, width) * 3],
+            lambda x, name=name: activated(name, x),
+            lambda x, name=name: reference.activated(name, x),
+        )
+        for name in TOWER_ACTIVATIONS
+        if name != "gelu_new"
     },
 }
 
