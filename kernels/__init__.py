@@ -49,13 +49,15 @@ else:
         from samebit.kernels.binding.binding import bind
         from samebit.kernels.binding.families.family import BindingError
         from samebit.kernels.binding.trainer.training import token_logprobs, token_scores
+        from samebit.kernels.binding.vision.features import image_features
         from samebit.kernels.ops.logprobs import logprobs_from_logits
 
-    __all__ = ["BindingError", "bind", "logprobs_from_logits", "token_logprobs", "token_scores"]
+    __all__ = ["BindingError", "bind", "image_features", "logprobs_from_logits", "token_logprobs", "token_scores"]
 
 _HOMES = {
     "BindingError": "binding.families.family",
     "bind": "binding.binding",
+    "image_features": "binding.vision.features",
     "logprobs_from_logits": "ops.logprobs",
     "token_logprobs": "binding.trainer.training",
     "token_scores": "binding.trainer.training",

@@ -1,7 +1,8 @@
 """Turn a Hugging Face model into a bound model: the same module, computing with samebit's operations.
 
 The way through: `binding` is the door; `plan` walks the modules and finds for each what it gets (`attached`) by
-`families`, the list of what is bound exactly (`wrapped`: models with vision around them). The forwards are in
+`families`, the list of what is bound exactly (`wrapped`: models with vision around them; `vision`: towers that compute
+images). The forwards are in
 `modules`, where `residual` lets a sum wait for its norm, and in `causal_lm`, whose logits end in `epilogue`.
 `bound_record` checks that modules are still what was bound, `users` knows which objects use one model. `attention`,
 `mamba`, `delta`, `short_conv`, `latent` and `experts` are layers of those kinds (`recurrent_plan`: what plans of the

@@ -34,7 +34,7 @@ from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
 from samebit.kernels.binding.wrapped import modules_of_vision, unread_keys, wrapping_module
 from samebit.kernels.layout.device import DTYPES
-from samebit.kernels.layout.images import ImageLayout
+from samebit.kernels.layout.images.image_layout import ImageLayout
 from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -50,7 +50,7 @@ class Binding:
         modules: the model's modules as they were bound.
         users: the workers that generate with this model itself.
         adapters: those that peft has put into it; None without any.
-        images: what it takes images as; None where it computes text alone.
+        images: what it takes images as; None where it computes text alone, and why.
     """
 
     family: Family
@@ -63,6 +63,7 @@ class Binding:
     users: Users[Any] = field(default_factory=Users, repr=False)
     adapters: PeftAdapters | None = field(default=None, repr=False)
     images: ImageLayout | None = None
+    why_no_images: str = ""
 
     def check(self) -> None:
         """Check that modules and adapters are those that were bound.
@@ -142,6 +143,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         state_layout=plan.state_layout(),
         route_layout=plan.route_layout(),
         adapters=plan.lora.adapters(),
+        images=plan.vision.layout,
+        why_no_images=plan.vision.why_none,
     )
     return model
 

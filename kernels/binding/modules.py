@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from samebit.kernels.binding.bound_record import check_residual_is_not_cast
 from samebit.kernels.binding.families.family import PROJECTIONS, DecoderNames
 from samebit.kernels.binding.families.inexact import ExactPositions
-from samebit.kernels.binding.layers.decoder import plain_decoder, runs_plainly
+from samebit.kernels.binding.layers.decoder import embedded, plain_decoder, runs_plainly
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.residual import Addend, normed_sum
@@ -30,9 +30,10 @@ from samebit.kernels.layout.forward_context import (
     training_context,
     use_context,
 )
+from samebit.kernels.layout.images.image_rows import ImageRows
 from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.norm import layer_norm, rms_norm
-from samebit.kernels.ops.rope import QueryFactors, RotaryTables, angles_of, rotary_tables
+from samebit.kernels.ops.rope import QueryFactors, RotaryTables, angles_of
 from samebit.kernels.ops.score_arguments import check_no_tangents, check_not_compiled
 
 KNOWN_POSITIONS = 1 << 14
@@ -97,12 +98,14 @@ class DecoderFacts:
 @dataclass(frozen=True, eq=False)
 class RotaryFacts:
     """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one), what
-    queries are multiplied by, and which positions these frequencies are of, where they are not of all."""
+    queries are multiplied by, which positions these frequencies are of, where they are not of all, and by which of the
+    three positions of a call with images each turns ``[R]``; None where such calls have no others."""
 
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
     query_factors: QueryFactors | None = None
     exact: ExactPositions | None = None
+    axes: torch.Tensor | None = None
     _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
     _known: dict[str, Angles] = field(default_factory=dict)
 
@@ -123,6 +126,13 @@ class RotaryFacts:
                 f"{exact.count} positions are exact ({exact.key}): behind them Hugging Face turns every token of a "
                 "call by other frequencies"
             )
+
+    def positions_of(self, context: ForwardContext) -> torch.Tensor:
+        """Return what rotates the rows of a call: ``[T]``, or ``[T, R]`` where there are images."""
+        if context.images is None or self.axes is None:
+            return context.positions
+        of_frequencies: torch.Tensor = context.images.rotary_positions[self.axes].T
+        return of_frequencies.to(context.positions.device)
 
     def known(self, context: ForwardContext, layer_type: str) -> Angles | None:
         """Return cosines and sines of positions from 0 on, those of a rollout's call on the CPU among them; None for
@@ -192,13 +202,15 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         facts.adapters.check_unmerged()
     plain = facts.plain and facts.chosen_in(context) and not (args or casts or ids.is_cuda)
     if plain and runs_plainly(self, context, kwargs):
-        hidden = plain_decoder(self, ids, positions)
+        hidden = plain_decoder(self, ids, positions, context)
         if facts.adapters is not None:  # they may have been merged meanwhile
             facts.adapters.check_unmerged()
         return hidden
     if facts.adapters is not None:
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
         positions = LayoutPositions.of(context, positions)
+    if context.images is not None and context.images.features is not None:
+        args, kwargs = (), {**kwargs, "input_ids": None, **_of_images(self, ids, context, context.images)}
     kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)
     kwargs.update({"logits_to_keep": None} if facts.drops_rows else {})  # no number: all rows are computed
     with ExitStack() as stack:
@@ -211,6 +223,17 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.adapters is not None:  # they may have been merged meanwhile
         facts.adapters.check_unmerged()
     return out
+
+
+def _of_images(self: Any, ids: torch.Tensor, context: ForwardContext, images: ImageRows) -> dict[str, Any]:
+    """Return what the class's own forward is given of images: embeddings, and what it adds behind its first layers."""
+    hidden = embedded(self, ids, context)
+    added = images.added(hidden.shape[-1])
+    if not added:
+        return {"inputs_embeds": hidden}
+    marked = torch.zeros(ids.numel(), dtype=torch.bool, device=ids.device)
+    marked[images.rows.to(ids.device)] = True
+    return {"inputs_embeds": hidden, "visual_pos_masks": marked.view(ids.shape), "deepstack_visual_embeds": [*added]}
 
 
 def ids_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -300,20 +323,25 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
         raise ValueError("the rotary module of a bound model runs only inside the model's forward")
     facts.check_positions(context)
     factors = None if facts.query_factors is None else facts.query_factors.at(context.positions)
-    known = facts.known(context, layer_type)
+    positions, known = facts.positions_of(context), facts.known(context, layer_type)
     if known is not None:
-        positions = context.positions.numpy()
-        cos, sin = (torch.from_numpy(part.take(positions, axis=0)) for part in known)
-        return RotaryTables(cos, sin, context, factors)
-    frequencies = facts.on(context.positions.device, layer_type)
-    return rotary_tables(frequencies, facts.scaling[layer_type], context, factors)
+        cos, sin = (torch.from_numpy(_looked_up(part, positions.numpy())) for part in known)
+    else:
+        cos, sin = angles_of(positions, facts.on(positions.device, layer_type), facts.scaling[layer_type])
+    return RotaryTables(cos, sin, context, factors)
+
+
+def _looked_up(known: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Return the rows of these positions ``[T]``; or of each column the one of its own ``[T, R]``."""
+    return known.take(positions, axis=0) if positions.ndim == 1 else np.take_along_axis(known, positions, axis=0)
 
 
 def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """Compute an MLP; what remains of the arguments is the layer number, which `bind` knows."""
     facts: MLPFacts = self.samebit
     if facts.form == "plain":
-        return Addend.of(projection(activated(facts.activation, projection(x, self.up_proj)), self.down_proj))
+        up, down = (self._modules[name] for name in facts.names[1:])
+        return Addend.of(projection(activated(facts.activation, projection(x, up)), down))
     if facts.form == "input_linear":
         gate, up = projection(x, self.input_linear).chunk(2, dim=-1)
         out = projection(gated(facts.activation, gate, up), self.output_linear)

@@ -32,7 +32,9 @@ from samebit.kernels.binding.mamba.plan import MambaPlan
 from samebit.kernels.binding.recurrent_plan import RecurrentPlan
 from samebit.kernels.binding.shared_layer import adapter_of
 from samebit.kernels.binding.short_conv.plan import ShortConvPlan
-from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
+from samebit.kernels.binding.vision.plan import PlannedVision
+from samebit.kernels.binding.vision.wrapping import WrappingFacts, wrapping_forward
+from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_module
 from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.states.memory import StateLayout
 
@@ -60,6 +62,8 @@ class Plan:
         self.facts: dict[str, Any] = config.to_dict()
         self.exact = exact
         self.wrapping = wrapping_module(family, model)
+        of_tower = None if family.wrapped is None else family.wrapped.tower
+        self.vision = PlannedVision.of(of_tower, self.wrapping, exact=exact)
         self.attention = AttentionPlan(family, config)
         self.mixers = _recurrent_plan(family, config, ssm_chunk)
         self.gemma = (
@@ -124,7 +128,10 @@ class Plan:
         )
         decoder = Attachment(bound.decoder_forward, facts)
         found = [(module, decoder) for module in model.modules() if self._is_decoder(module)]
-        return found if self.wrapping is None else [*found, (self.wrapping, Attachment(wrapping_forward))]
+        if self.wrapping is None:
+            return found
+        facts_around = WrappingFacts(self.vision.layout, self.vision.why_none)
+        return [*found, (self.wrapping, Attachment(wrapping_forward, facts_around))]
 
     @property
     def _activation(self) -> str:
@@ -197,9 +204,10 @@ class Plan:
             )
 
     def _with_the_model(self, _name: str, module: nn.Module) -> Attachment | None:
-        """Leave the decoder and what is around it to `of_model`; nothing reaches modules of vision."""
-        known = self._is_decoder(module) or module is self.wrapping or module in self.unreached
-        return _NOTHING if known else None
+        """Leave the decoder and what is around it to `of_model`; of vision nothing is reached but a bound tower."""
+        if module in self.unreached:
+            return self.vision.attachment_of(module) or _NOTHING
+        return _NOTHING if self._is_decoder(module) or module is self.wrapping else None
 
     def _of_adapters(self, name: str, module: nn.Module) -> Attachment | None:
         """Plan a layer that peft wraps, or a part of one."""

@@ -22,7 +22,7 @@ from samebit.kernels.layout.attention_work import AttentionWork
 from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
-from samebit.kernels.layout.images import ImageRows
+from samebit.kernels.layout.images.image_rows import ImageRows
 from samebit.kernels.layout.lora.adapters import RowAdapters
 from samebit.kernels.layout.shape_checks import check_readable
 from samebit.kernels.layout.states.memory import StateMemory

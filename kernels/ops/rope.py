@@ -102,8 +102,10 @@ def rotary_tables(
 def angles_of(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines ``[T, R]`` of positions ``[T]``: an element depends on its own position alone."""
-    angles = torch.outer(positions.to(torch.float32), inverse_frequencies)
+    """Return cosines and sines ``[T, R]`` of positions ``[T]``, or ``[T, R]`` where each frequency has its own: an
+    element depends on its own position alone."""
+    given = positions.to(torch.float32)
+    angles = (given[:, None] if given.dim() == 1 else given) * inverse_frequencies
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
 

@@ -467,6 +467,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4, as inside of GLM-4.1V": ("Glm4v", {"vision_config": {**_QWENS_IMAGES, "image_size": 16}}),
     "Glm4Moe, biases": ("Glm4vMoe", {"vision_config": {**_QWENS_IMAGES, "image_size": 16}}),
     "Qwen2": ("Qwen2_5_VL", {"vision_config": {**_QWENS_IMAGES, "fullatt_block_indexes": [0]}}),
+    "Qwen2 in Qwen2VL": ("Qwen2VL", {"vision_config": {**_IMAGES, "depth": 1, "num_heads": 2, "embed_dim": 32}}),
     "Qwen3": ("Qwen3VL", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
     "Qwen3Moe": ("Qwen3VLMoe", {"vision_config": {**_QWENS_IMAGES, "deepstack_visual_indexes": [0]}}),
     "Lfm2": ("Lfm2Vl", {"vision_config": _PATCHES, "projector_hidden_size": 24}),
@@ -486,6 +487,7 @@ IMAGES_TURN: dict[str, dict[str, Any]] = {
     "Glm4v": {"mrope_section": [4, 5, 3]},
     "Glm4vMoe": {"mrope_section": [4, 5, 4]},
     "Qwen2_5_VL": {"mrope_section": [9, 8, 8]},
+    "Qwen2VL": {"mrope_section": [9, 8, 8]},
     "Qwen3VL": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
     "Qwen3VLMoe": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
 }
@@ -522,12 +524,16 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     return _made(kind, config, in_text(name) in WITH_EXPERTS, dtype)
 
 
-def make_wrapped(name: str, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
-    """Return the same wrapped with a small model of vision, as Hugging Face publishes it."""
+def make_wrapped(
+    name: str, *, tied: bool = False, around: dict[str, Any] | None = None, **changes: Any
+) -> PreTrainedModel:
+    """Return the same wrapped with a small model of vision, as Hugging Face publishes it; ``around``: what else the
+    whole's config has."""
     kind, own = WHOLES[name]
+    own = {**own, **(around or {})}
     text = make_config(name, **changes).to_dict()
     if kind in IMAGES_TURN:
-        unread = () if kind == "Qwen2_5_VL" else _OF_ALL_LAYERS  # the others' layers have no windows
+        unread = () if kind in ("Qwen2_5_VL", "Qwen2VL") else _OF_ALL_LAYERS  # the others' layers have no windows
         text = {key: value for key, value in text.items() if key not in ("model_type", *unread)}
         text["rope_parameters"] = {**text["rope_parameters"], **IMAGES_TURN[kind]}
     config = getattr(transformers, f"{kind}Config")(

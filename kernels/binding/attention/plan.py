@@ -126,7 +126,15 @@ class AttentionPlan:
             scaling[layer_type] = float(factor)
         scaled = self.family.attention.scaled_queries
         factors = QueryFactors.of(self.config.rope_parameters) if scaled else None
-        return RotaryFacts(frequencies, scaling, factors, exact_positions(self.family, self.facts))
+        axes = self._axes(frequencies)
+        return RotaryFacts(frequencies, scaling, factors, exact_positions(self.family, self.facts), axes)
+
+    def _axes(self, frequencies: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return by which position of an image's token each frequency turns, of a family whose vision is bound."""
+        vision = self.family.wrapped
+        if vision is None or vision.tower is None:
+            return None
+        return vision.tower.axes_of(self.config.rope_parameters.get("mrope_section"), len(frequencies[""]))
 
     def check_heads(self, sizes_of: dict[str, set[int]] | None) -> None:
         """Check that each query head has its keys, and each rotated element its pair, in all layers.

@@ -4,5 +4,5 @@
 layers. Families are listed in `dense`, `mixtures` (of experts), `latents`, `mambas`, `deltas` and `short_convs`, and
 found by the name of a model's class in `known`. `inexact` names what no family computes exactly.
 
-Imports, of `binding`, `epilogue`.
+Imports, of `binding`, `epilogue` and `vision`.
 """

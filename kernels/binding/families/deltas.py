@@ -14,6 +14,7 @@ from samebit.kernels.binding.families.family import (
     VisionFamily,
 )
 from samebit.kernels.binding.families.latent_family import LatentFamily
+from samebit.kernels.binding.vision.tower_family import QWEN3_5, QWEN3_5_MOE
 
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
 
@@ -27,7 +28,11 @@ _QWEN3_NEXT = Family(
     layers=replace(_DELTA_LAYERS, norms=LayerNorms()),
 )
 _QWEN3_5 = replace(
-    _QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=VisionFamily("Qwen3_5")
+    _QWEN3_NEXT,
+    prefix="Qwen3_5",
+    delta=DeltaFamily("joined"),
+    experts=None,
+    wrapped=VisionFamily("Qwen3_5", tower=QWEN3_5),
 )
 
 DELTAS = (
@@ -36,7 +41,7 @@ DELTAS = (
     replace(
         _QWEN3_5,
         prefix="Qwen3_5Moe",
-        wrapped=VisionFamily("Qwen3_5Moe"),
+        wrapped=VisionFamily("Qwen3_5Moe", tower=QWEN3_5_MOE),
         # Its softmax over all experts is divided by the sum of the chosen, always: the softmax over the chosen.
         experts=replace(SOFTMAX_OF_CHOSEN, shared=GATED_SHARED),
     ),

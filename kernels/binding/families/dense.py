@@ -17,6 +17,7 @@ from samebit.kernels.binding.families.family import (
     RotationFamily,
     VisionFamily,
 )
+from samebit.kernels.binding.vision.tower_family import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 _GEMMA_NORM = NormFamily(1.0, "eps")
 HUNYUANS = AttentionFamily(
@@ -43,7 +44,7 @@ _QWEN2 = Family(
     unchanged,
     mlp=MLPFamily(class_name="Qwen2MLP"),
     layers=PRE_NORM,
-    wrapped=VisionFamily("Qwen2_5_VL", text="Qwen2_5_VL"),
+    wrapped=VisionFamily("Qwen2_5_VL", text="Qwen2_5_VL", tower=QWEN2_5_VL),
 )
 _GEMMA4 = Family(
     "Gemma4",
@@ -58,13 +59,13 @@ _GEMMA4 = Family(
 DENSE = (
     Family("Llama", unchanged, layers=PRE_NORM, wrapped=VisionFamily("Llava")),
     _QWEN2,
-    replace(_QWEN2, wrapped=VisionFamily("Qwen2VL", text="Qwen2VL")),
+    replace(_QWEN2, wrapped=VisionFamily("Qwen2VL", text="Qwen2VL", tower=QWEN2_VL)),
     Family(
         "Qwen3",
         unchanged,
         attention=AttentionFamily("head"),
         layers=PRE_NORM,
-        wrapped=VisionFamily("Qwen3VL", text="Qwen3VLText"),
+        wrapped=VisionFamily("Qwen3VL", text="Qwen3VLText", tower=QWEN3_VL),
     ),
     Family("Mistral", unchanged, attention=WINDOW, layers=PRE_NORM, wrapped=_MISTRAL3),
     Family("Ministral", unchanged, layers=PRE_NORM),

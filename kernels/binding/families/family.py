@@ -17,6 +17,7 @@ from samebit.kernels.binding.epilogue import Epilogue, unchanged
 from samebit.kernels.binding.families.delta_family import DeltaFamily
 from samebit.kernels.binding.families.expert_family import ExpertFamily
 from samebit.kernels.binding.families.latent_family import LatentFamily
+from samebit.kernels.binding.vision.tower_family import TowerFamily
 
 RELEASE = Version(transformers.__version__).release
 """Holds the numbers of transformers' version."""
@@ -248,6 +249,7 @@ class VisionFamily:
         normalised: its routers divide weights by their sum, and have no key that says so.
         epilogue: what the whole does to the logits of its head.
         attention: that of the text model in it, where it is not that of the text model alone.
+        tower: its vision, where that is bound; None where images are refused.
     """
 
     prefix: str
@@ -256,6 +258,7 @@ class VisionFamily:
     normalised: bool = False
     epilogue: Epilogue = unchanged
     attention: AttentionFamily | None = None
+    tower: TowerFamily | None = None
 
 
 @dataclass(frozen=True)

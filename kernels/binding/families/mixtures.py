@@ -25,6 +25,7 @@ from samebit.kernels.binding.families.family import (
     RotationFamily,
     VisionFamily,
 )
+from samebit.kernels.binding.vision.tower_family import QWEN3_VL_MOE
 
 GRANITE = ExpertFamily(
     "MoE",
@@ -43,7 +44,7 @@ MIXTURES = (
         attention=AttentionFamily("head"),
         experts=SOFTMAX,
         layers=PRE_NORM,
-        wrapped=VisionFamily("Qwen3VLMoe", text="Qwen3VLMoeText", normalised=True),
+        wrapped=VisionFamily("Qwen3VLMoe", text="Qwen3VLMoeText", normalised=True, tower=QWEN3_VL_MOE),
     ),
     Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=SOFTMAX, layers=PRE_NORM),
     Family("Mixtral", unchanged, attention=WINDOW, experts=SOFTMAX_OF_CHOSEN, layers=PRE_NORM),

@@ -55,18 +55,33 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
     return known and all(value is None or value is False or name == "input_ids" for name, value in asked.items())
 
 
-def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> DecoderOutput:
-    """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the installed context."""
-    hidden = decoder.embed_tokens(ids)
+def embedded(decoder: Any, ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    """Return the embeddings ``[B, T, hidden]`` of tokens, and in the rows of images their features instead."""
+    hidden: torch.Tensor = decoder.embed_tokens(ids)
+    images = context.images
+    features = None if images is None else images.embeddings(hidden.shape[-1])
+    return hidden if images is None or features is None else _put(hidden, images.rows, features)
+
+
+def _put(hidden: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return hidden states ``[B, T, hidden]`` with these values in some rows of ``[B * T]``."""
+    values = values.to(hidden.device, hidden.dtype)
+    return hidden.flatten(0, 1).index_copy(0, rows.to(hidden.device), values).view_as(hidden)
+
+
+def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> DecoderOutput:
+    """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the context, which is installed."""
+    hidden = embedded(decoder, ids, context)
     factor = factor_of(decoder)
     hidden = hidden if factor is None else hidden * factor
     tables = angles_of_layers(decoder, decoder._modules[decoder.samebit.names.angles], hidden, positions)
     layers, count = decoder.layers, decoder.config.num_hidden_layers
     whole = len(layers) == count and all(isinstance(one, RotaryTables) for one in tables)
     calls = known_layers(layers, one_call_forward, tables[0].context) if whole else None
-    last = None if calls is None else all_computed(layers, calls, hidden, tables)
+    added = () if context.images is None else context.images.added(hidden.shape[-1])
+    last = None if calls is None or added else all_computed(layers, calls, hidden, tables)
     if last is None:
-        last = _one_by_one(islice(layers, count), calls, hidden, tables, positions)
+        last = _one_by_one(islice(layers, count), calls, hidden, tables, positions, added)
     return DecoderOutput(decoder._modules[decoder.samebit.names.norm](last))
 
 
@@ -90,9 +105,12 @@ def angles_of_layers(
 
 def _one_by_one(
     layers: Iterable[Any], calls: Sequence[Found] | None, hidden: torch.Tensor, tables: Sequence[Any],
-    positions: torch.Tensor,
+    positions: torch.Tensor, added: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """Return what the layers make of hidden states, one after the other: as one call where that is known and fits."""
+    """Return what the layers make of hidden states, one after the other: as one call where that is known and fits.
+
+    ``added``: what rows of images get behind each of the first layers.
+    """
     chosen: torch.Tensor | None = None  # the tokens that a layer has read, of a family whose layers hand them on
     for place, layer in enumerate(layers):
         angles = tables[place]
@@ -100,6 +118,10 @@ def _one_by_one(
         if out is None:
             out = _called(layer, hidden, angles, positions, chosen)
         hidden, chosen = out if isinstance(out, tuple) else (out, chosen)
+        images = tables[place].context.images
+        if place < len(added) and images is not None:
+            sums = hidden.flatten(0, 1)[images.rows] + added[place].to(hidden.dtype)
+            hidden = _put(hidden, images.rows, sums)
     return hidden
 
 

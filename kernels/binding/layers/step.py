@@ -57,6 +57,8 @@ def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None)
     context = installed_context()
     if context is None or installed_notes() is not None or not ids.is_cpu or torch.is_autocast_enabled("cpu"):
         return None
+    if context.images is not None and context.images.features is not None:
+        return None
     step = _known_step(model, context)
     if step is None:
         return None

@@ -1,6 +1,7 @@
 """Let a trainer compute log-probabilities: a differentiable forward of the bound model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samebit.kernels.binding.binding import Binding, checked_binding_of, is_bound
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, use_scoring
+from samebit.kernels.binding.vision.given import GivenImages
+from samebit.kernels.binding.vision.rows import text_positions
 from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
 from samebit.kernels.ops.score_arguments import (
@@ -28,6 +31,9 @@ def token_logprobs(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
+    pixel_values: torch.Tensor | None = None,
+    image_grid_thw: torch.Tensor | None = None,
+    mm_token_type_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of every token given those before it, equal bit for bit to the rollout worker's.
 
@@ -42,6 +48,11 @@ def token_logprobs(
         position_ids: ``[B, T]`` or ``[1, T]`` integers; a new sequence starts wherever they do not go up by one (packed
             batches). Families that are wrapped with vision also take three or four of them, alike: those of text.
         temperature: a positive number, or a tensor that broadcasts to ``[B, T - 1]``.
+        pixel_values: ``[patches, width]``, those of all images in the order of the tokens, for a model that computes
+            images; None for text.
+        image_grid_thw: ``[images, 3]``, the patches of each image in time, height and width.
+        mm_token_type_ids: ``[B, T]``, 1 for tokens of images and 0 for others; None where all placeholders are such
+            tokens, none of them sampled.
 
     Returns:
         ``[B, T - 1]`` float32: entry t is the log-probability of token t + 1, and 0 where t + 1 is padding
@@ -49,13 +60,21 @@ def token_logprobs(
 
     Raises:
         ValueError: a model that is not bound, shapes that do not match, ids outside the vocabulary, a temperature that
-            is not positive and finite; results that FSDP2 has cast to another dtype (``output_dtype``); a call inside
-            of a function that torch.compile compiles, or of a level of forward-mode differentiation.
+            is not positive and finite; images that are not those of the tokens; results that FSDP2 has cast to another
+            dtype (``output_dtype``); a call inside of a function that torch.compile compiles, or of a level of
+            forward-mode differentiation.
         TypeError: ids or positions that are no integers, a mask that is no tensor.
         BindingError: the model's modules are not those that were bound, by name.
     """
     scores = token_scores(
-        model, input_ids, attention_mask=attention_mask, position_ids=position_ids, temperature=temperature
+        model,
+        input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        temperature=temperature,
+        pixel_values=pixel_values,
+        image_grid_thw=image_grid_thw,
+        mm_token_type_ids=mm_token_type_ids,
     )
     return cast(torch.Tensor, scores.log_probs)
 
@@ -70,6 +89,9 @@ def token_scores(
     wanted: torch.Tensor | None = None,
     with_entropy: bool = False,
     forward: Callable[..., Any] | None = None,
+    pixel_values: torch.Tensor | None = None,
+    image_grid_thw: torch.Tensor | None = None,
+    mm_token_type_ids: torch.Tensor | None = None,
 ) -> Scores:
     """Return what `token_logprobs` returns, of some of the tokens, and the entropies if wanted.
 
@@ -94,9 +116,16 @@ def token_scores(
     check_in_vocabulary("input_ids", input_ids, binding.vocab_size)
     batch, width = input_ids.shape
     temperatures = temperatures_of(temperature, (batch, max(width - 1, 0)), input_ids.device, axes="[B, T - 1]")
-    if binding.family.wrapped:
-        position_ids = positions_of_text(position_ids, attention_mask)
-    layout = training_context((batch, width), attention_mask, position_ids, input_ids.device)
+    given = pixel_values, image_grid_thw, mm_token_type_ids
+    images = GivenImages.of(binding.images, *given, binding.why_no_images)
+    of_text = position_ids
+    if images is not None:
+        of_text = text_positions(position_ids)
+    elif binding.family.wrapped:
+        of_text = positions_of_text(position_ids, attention_mask)
+    layout = training_context((batch, width), attention_mask, of_text, input_ids.device)
+    if images is not None:
+        layout = replace(layout, images=images.rows_of(input_ids, position_ids, layout))
     rows, predicts = (part.to(input_ids.device) for part in _token_rows(layout))
     if wanted is not None:
         predicts = predicts & _before(wanted, (batch, width)).to(rows.device)[rows]
@@ -106,13 +135,14 @@ def token_scores(
         return _of_nothing(log_probs[:, 1:], others)
     tokens = input_ids.reshape(-1)
     packed, packed_layout = _packed(tokens, layout, rows)
+    of_images = {} if images is None else images.arguments
     targets = rows[predicts] + 1
     temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
     scoring = Scoring(tokens[targets], temperatures[targets], with_entropy)
     check_temperatures(scoring.temperatures)
     with torch.cuda.device_of(packed), use_context(packed_layout), use_scoring(scoring):
         call = model if forward is None else forward
-        scores = call(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1))
+        scores = call(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1), **of_images)
     scores.check_float32()
 
     def placed(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -177,5 +207,6 @@ def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) ->
         table_rows=layout.table_rows,
         block_tables=layout.block_tables,
         block_size=layout.block_size,
+        images=None if layout.images is None else layout.images.of_rows(rows.cpu()),
     )
     return tokens[rows][None], packed

@@ -1,4 +1,4 @@
-"""Say where images stand among a model's tokens, and what a call with some of them reads beside its tokens.
+"""Say what a model takes images as, and where they stand among its tokens.
 
 Invariants:
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Longs = npt.NDArray[np.int64]
 Grid = tuple[int, int, int]
@@ -61,18 +60,3 @@ class ImageLayout:
             begins = np.repeat(np.cumsum([0, *(part.shape[1] for part in inside)])[:-1], [p.shape[1] for p in inside])
             positions[:, places] = positions[:, places[begins]] + np.concatenate(inside, axis=1)
         return positions
-
-
-@dataclass(frozen=True, eq=False)
-class ImageRows:
-    """Holds what the T rows of a call with images read beside their tokens.
-
-    Attributes:
-        rotary_positions: ``[3, T]`` int64, what rotates each row: time, height, width; of text three alike.
-        rows: ``[K]`` int64, those whose embeddings are features.
-        features: ``[K, hidden]``, in the model's dtype; None where no row has any.
-    """
-
-    rotary_positions: torch.Tensor
-    rows: torch.Tensor
-    features: torch.Tensor | None = None

@@ -1,0 +1,88 @@
+"""Define the forwards of a vision tower's modules.
+
+Invariants:
+
+* A patch's hidden state depends on the patches of its own segment alone: an image, or a window of one. So an image has
+  the same features whatever other images are in the call.
+* Nothing here reads the layout of a call: the rows of a tower are patches, not tokens.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from samebit.kernels.layout.vision.segments import Segments
+from samebit.kernels.ops.activation import activated
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.segment_attention import segment_attention
+
+
+@dataclass(frozen=True, eq=False)
+class AnglesFacts:
+    """Holds the inverse frequencies ``[R]`` float32 of rows and of columns."""
+
+    frequencies: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VisionAttentionFacts:
+    """Holds the count of heads, and the factor on their scores."""
+
+    heads: int
+    scale: float
+
+
+@lru_cache(maxsize=8)
+def _segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
+    """Lay out segments of these lengths, once for all blocks of a call."""
+    return Segments.of(lengths, device)
+
+
+def patches_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Make hidden states ``[N, W]`` of patches ``[N, C]``: kernels that do not overlap are rows of one matrix."""
+    weight = self.proj.weight
+    return linear(hidden_states.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+def angles_forward(self: Any, *args: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+    """Return the angles ``[N, 2 R]`` of patches at these rows and columns ``[N, 2]``; where the hidden states are given
+    before them, as since transformers 5.24, cosines and sines ``[N, 4 R]`` of these, twice."""
+    facts: AnglesFacts = self.samebit
+    positions = args[-1] if position_ids is None else position_ids
+    angles = (positions[..., None].float() * facts.frequencies.to(positions.device)).flatten(1)
+    if len(args) + (position_ids is not None) == 1:
+        return angles
+    both = torch.cat([angles, angles], dim=-1)
+    return both.cos(), both.sin()
+
+
+def vision_attention_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **_: Any,
+) -> torch.Tensor:
+    """Compute attention among the patches of each segment; the segments begin at ``cu_seqlens`` ``[S + 1]``."""
+    facts: VisionAttentionFacts = self.samebit
+    rows = len(hidden_states)
+    q, k, v = self.qkv(hidden_states).reshape(rows, 3, facts.heads, -1).unbind(1)
+    cos, sin = (part.float().unsqueeze(1) for part in position_embeddings)
+    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    out = segment_attention(q, k, v, _segments(tuple(cu_seqlens.diff().tolist()), q.device), facts.scale)
+    projected: torch.Tensor = self.proj(out.reshape(rows, -1))
+    return projected
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[N, H, D]`` by cosines and sines ``[N, 1, D]`` in float32, and round once."""
+    low, high = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-high, low], dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+def gelu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute GELU as this module's ``approximate`` says."""
+    return activated("gelu" if self.approximate == "none" else "gelu_pytorch_tanh", x)
