@@ -52,7 +52,8 @@ from samebit.kernels.layout.states.conv import ConvShape
 from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
-from samebit.kernels.ops.activation import gated
+from samebit.kernels.layout.vision.segments import Segments
+from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.delta.gates import gates
@@ -65,6 +66,7 @@ from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logpr
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
+from samebit.kernels.ops.segment_attention import segment_attention
 from samebit.kernels.ops.ssd import scan
 from samebit.kernels.triton import heads as head_proofs
 from samebit.kernels.triton.attention import Places
@@ -249,6 +251,15 @@ def attentions() -> None:
             decode = shared_prefix(count, KVLayout(1, kv_heads, size))
             parts = (torch.zeros(count, *shape[1:], dtype=torch.bfloat16) for shape in shapes)
             attention(*parts, decode, options, sinks)
+
+
+def towers() -> None:
+    """Compile what vision towers compute beside layers of language models."""
+    for name in ("gelu", "gelu_new", "quick_gelu"):
+        both_ways(lambda x, name=name: activated(name, x), (7, 100))
+    segments = Segments.of((64, 7))
+    for size in (80, 64):
+        both_ways(lambda q, k, v: segment_attention(q, k, v, segments, 1.0), *[(71, 16, size)] * 3)
 
 
 def shared_prefix(count: int, layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> ForwardContext:
@@ -642,6 +653,7 @@ if __name__ == "__main__":
     parts = (
         rowwise,
         attentions,
+        towers,
         vocabulary,
         mamba,
         mamba_gradients,
