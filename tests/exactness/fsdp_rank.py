@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from samebit.kernels import bind, token_logprobs
@@ -72,6 +74,12 @@ SPARSE: dict[str, Any] = {
 no gradient.
 """
 
+IMAGE, GRIDS = 1008, ((1, 4, 6), (1, 6, 10))
+"""The placeholder, and the patches of two images: each four of them are a token."""
+VISION: dict[str, Any] = {
+    **{"hidden_size": 60, "num_heads": 3, "depth": 2, "intermediate_size": 50, "out_hidden_size": 100},
+    **{"patch_size": 4, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+}
 LENGTHS = (1, 7, 130)
 ROWS_AT_ONCE = 30
 """Is the number of rows of the head that are computed at once: fewer than there are."""
@@ -107,6 +115,29 @@ def batch() -> dict[str, torch.Tensor]:
     width = max(LENGTHS)
     mask = (torch.arange(width)[None, :] < torch.tensor(LENGTHS)[:, None]).long()
     return {"input_ids": torch.randint(CONFIG["vocab_size"], mask.shape) * mask, "attention_mask": mask}
+
+
+def build_with_images() -> PreTrainedModel:
+    """Make a model with a vision tower."""
+    torch.manual_seed(3)
+    text = {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=VISION, image_token_id=IMAGE)
+    ).eval()
+
+
+def batch_with_images() -> dict[str, torch.Tensor]:
+    """Return a sequence with two images."""
+    torch.manual_seed(5)
+    ids: list[int] = []
+    for _, height, width in GRIDS:
+        ids += [*torch.randint(IMAGE, (5,)).tolist(), *[IMAGE] * (height * width // 4)]
+    patches = sum(height * width for _, height, width in GRIDS)
+    return {
+        "input_ids": torch.tensor([[*ids, 7, 8, 9]]),
+        "pixel_values": torch.randn(patches, 96),
+        "image_grid_thw": torch.tensor(GRIDS),
+    }
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, returned: torch.dtype | None = None) -> None:
@@ -212,6 +243,24 @@ def check_results_that_are_cast(mesh: DeviceMesh) -> None:
         token_logprobs(model, **batch())
 
 
+def check_images(mesh: DeviceMesh) -> None:
+    """Check a tower of blocks that are sharded each, with what FSDP2 casts to bfloat16 on its way to them."""
+    whole, model = (bind(cast(build_with_images(), dtype)) for dtype in (torch.bfloat16, torch.float32))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    parts = (*model.model.language_model.layers, *model.model.visual.blocks, model)
+    for part in parts:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    inputs = batch_with_images()
+    expected, got = (token_logprobs(one, **inputs) for one in (whole, model))
+    assert torch.equal(got, expected), (got - expected).abs().max()
+    for scores in (expected, got):
+        scores.sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+        mine = ours.grad.full_tensor()
+        near = torch.nn.functional.cosine_similarity(mine.flatten(), theirs.grad.float().flatten(), dim=0)
+        assert near > 0.999, (name, near)
+
+
 def main(rank: int, folder: str, ranks: str, every: str) -> None:
     """Check all cases where `every` is "True". Otherwise check those of a dense model in which any two options meet in
     each way, and one each of the models with experts; `check_update` has another.
@@ -232,5 +281,6 @@ def main(rank: int, folder: str, ranks: str, every: str) -> None:
     check_nothing_to_score(mesh)
     check_update(mesh, torch.bfloat16)
     check_results_that_are_cast(mesh)
+    check_images(mesh)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")

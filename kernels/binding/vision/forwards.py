@@ -26,6 +26,15 @@ class AnglesFacts:
     frequencies: torch.Tensor
 
 
+class Float32Angles(torch.Tensor):
+    """Stays in float32 where FSDP2 casts what it hands to a block; what is computed of it is one, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as for any tensor, but for a cast: that gives the tensor itself."""
+        return args[0] if func is torch.Tensor.to else super().__torch_function__(func, types, args, kwargs or {})
+
+
 @dataclass(frozen=True)
 class VisionAttentionFacts:
     """Holds the count of heads, and the factor on their scores."""
@@ -52,6 +61,7 @@ def angles_forward(self: Any, *args: torch.Tensor, position_ids: torch.Tensor | 
     facts: AnglesFacts = self.samebit
     positions = args[-1] if position_ids is None else position_ids
     angles = (positions[..., None].float() * facts.frequencies.to(positions.device)).flatten(1)
+    angles = angles.as_subclass(Float32Angles)
     if len(args) + (position_ids is not None) == 1:
         return angles
     both = torch.cat([angles, angles], dim=-1)
@@ -69,7 +79,7 @@ def vision_attention_forward(
     facts: VisionAttentionFacts = self.samebit
     rows = len(hidden_states)
     q, k, v = self.qkv(hidden_states).reshape(rows, 3, facts.heads, -1).unbind(1)
-    cos, sin = (part.float().unsqueeze(1) for part in position_embeddings)
+    cos, sin = (part.as_subclass(torch.Tensor).unsqueeze(1) for part in position_embeddings)
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
     out = segment_attention(q, k, v, _segments(tuple(cu_seqlens.diff().tolist()), q.device), facts.scale)
     projected: torch.Tensor = self.proj(out.reshape(rows, -1))
