@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, image_features, token_logprobs
+from samebit.kernels import bind, image_features, token_logprobs, token_scores
 from samebit.kernels.binding import binding_of
 
 from .families import make_model, make_wrapped, token_ids
@@ -176,6 +176,17 @@ def test_checkpointing_gives_the_same_gradients() -> None:
         token_logprobs(model, **padded(left=False)).sum().backward()
     for key, parameter in plain.named_parameters():
         assert torch.equal(parameter.grad, recomputed.get_parameter(key).grad), key
+
+
+def test_where_nothing_is_wanted_the_tower_runs() -> None:
+    """Other ranks may wait in its collectives, and in those of its backward."""
+    model = make_bound("Qwen2")
+    batch = padded(left=False)
+    wanted = torch.zeros(len(SEQUENCES), batch["input_ids"].shape[1] - 1, dtype=torch.bool)
+    scores = token_scores(model, **batch, wanted=wanted).log_probs
+    assert not scores.any()
+    scores.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
 ONE = {"input_ids": torch.tensor([SEQUENCES[0].token_ids]), **joined([SEQUENCES[0]])}

@@ -131,7 +131,9 @@ def token_scores(
         predicts = predicts & _before(wanted, (batch, width)).to(rows.device)[rows]
     log_probs, entropy = (torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device) for _ in range(2))
     if not bool(predicts.any()):
-        others = token_scores(model, input_ids.new_zeros(1, 2), with_entropy=with_entropy, forward=forward)
+        any_ids = input_ids.new_zeros(1, 2) if images is None else images.alone().to(input_ids.device)
+        of_images = {} if images is None else images.arguments
+        others = token_scores(model, any_ids, with_entropy=with_entropy, forward=forward, **of_images)
         return _of_nothing(log_probs[:, 1:], others)
     tokens = input_ids.reshape(-1)
     packed, packed_layout = _packed(tokens, layout, rows)

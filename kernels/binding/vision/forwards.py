@@ -7,8 +7,7 @@ Invariants:
 * Nothing here reads the layout of a call: the rows of a tower are patches, not tokens.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from samebit.kernels.layout.vision.segments import Segments
 from samebit.kernels.ops.activation import activated
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.segment_attention import segment_attention
+
+_MOST_KNOWN = 4
+"""The most layouts of segments that are kept: those of two calls, of windows and whole images each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +37,29 @@ class Float32Angles(torch.Tensor):
         return args[0] if func is torch.Tensor.to else super().__torch_function__(func, types, args, kwargs or {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class KnownSegments:
+    """Lays segments out once for all blocks of a call: whole images, and windows of them."""
+
+    _known: dict[tuple[tuple[int, ...], torch.device], Segments] = field(default_factory=dict)
+
+    def of(self, bounds: torch.Tensor, device: torch.device) -> Segments:
+        """Return the segments that begin and end at these rows ``[S + 1]``."""
+        key = tuple(bounds.diff().tolist()), device
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = Segments.of(key[0], device)
+        return self._known[key]
+
+
+@dataclass(frozen=True, eq=False)
 class VisionAttentionFacts:
-    """Holds the count of heads, and the factor on their scores."""
+    """Holds the count of heads, the factor on their scores, and the segments that all blocks of a tower have."""
 
     heads: int
     scale: float
-
-
-@lru_cache(maxsize=8)
-def _segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Lay out segments of these lengths, once for all blocks of a call."""
-    return Segments.of(lengths, device)
+    segments: KnownSegments
 
 
 def patches_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -81,7 +94,7 @@ def vision_attention_forward(
     q, k, v = self.qkv(hidden_states).reshape(rows, 3, facts.heads, -1).unbind(1)
     cos, sin = (part.as_subclass(torch.Tensor).unsqueeze(1) for part in position_embeddings)
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-    out = segment_attention(q, k, v, _segments(tuple(cu_seqlens.diff().tolist()), q.device), facts.scale)
+    out = segment_attention(q, k, v, facts.segments.of(cu_seqlens, q.device), facts.scale)
     projected: torch.Tensor = self.proj(out.reshape(rows, -1))
     return projected
 

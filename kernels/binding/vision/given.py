@@ -64,6 +64,11 @@ class GivenImages:
         grids = grids_of(image_grid_thw, layout)
         return cls(layout, check_pixels(pixel_values, grids, layout), image_grid_thw, grids, kinds)
 
+    def alone(self) -> torch.Tensor:
+        """Return token ids ``[1, N]`` of these images, and of a token behind them."""
+        count = sum(map(self.layout.count, self.grids))
+        return torch.tensor([[self.layout.token_id] * count + [0]], device="cpu")
+
     @property
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return what the model's forward gets of them beside the layout that says which rows they are."""

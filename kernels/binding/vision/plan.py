@@ -15,6 +15,7 @@ from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.lora.forwards import linear_forward
 from samebit.kernels.binding.vision.forwards import (
     AnglesFacts,
+    KnownSegments,
     VisionAttentionFacts,
     angles_forward,
     gelu_forward,
@@ -71,6 +72,7 @@ class TowerPlan:
         config: Any = wrapping.config
         self.config = config.vision_config
         self.token_id: int = config.image_token_id
+        self._segments = KnownSegments()
         self.parts = {module: self._part(f"visual.{name}", module) for name, module in self.tower.named_modules()}
 
     def layout(self) -> ImageLayout:
@@ -86,7 +88,7 @@ class TowerPlan:
         if kind in family.angles:
             return Attachment(angles_forward, self._angles())
         if kind == family.attention:
-            return Attachment(vision_attention_forward, VisionAttentionFacts(vars(module)["num_heads"], self._scale))
+            return Attachment(vision_attention_forward, self._attention(module))
         if kind == family.mlp:
             return Attachment(bound.mlp_forward, self._mlp(name))
         if kind == family.norm:
@@ -128,10 +130,8 @@ class TowerPlan:
         size: int = block.qkv.weight.shape[0] // 3 // block.num_heads
         return size
 
-    @property
-    def _scale(self) -> float:
-        scale: float = self._head_size**-0.5
-        return scale
+    def _attention(self, module: nn.Module) -> VisionAttentionFacts:
+        return VisionAttentionFacts(vars(module)["num_heads"], self._head_size**-0.5, self._segments)
 
     def _angles(self) -> AnglesFacts:
         """Return the frequencies, computed anew: those that the module has may have been cast."""
