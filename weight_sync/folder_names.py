@@ -18,7 +18,7 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
@@ -160,6 +160,7 @@ class FolderNames:
     """Knows the names that saved weights have for a module's tensors; without rules, those of the module alone.
 
     ignored: what text has no use for, as regular expressions (vision, layers that only a draft model has).
+    of_images: what of that the module computes images with, and so is not ignored.
     with_vision: names may be those of a model with vision around the module's.
     transposed: ends of the names of tensors that may come with their last two axes the other way.
     """
@@ -167,6 +168,7 @@ class FolderNames:
     renamings: tuple[WeightRenaming, ...] = field(default=(), compare=False)
     fusions: tuple[Fusion | Joining, ...] = ()
     ignored: tuple[str, ...] = ()
+    of_images: tuple[str, ...] = ()
     with_vision: bool = False
     transposed: tuple[str, ...] = ()
 
@@ -175,6 +177,7 @@ class FolderNames:
         if not isinstance(module, PreTrainedModel):
             return cls()
         rules = get_model_conversion_mapping(module)
+        ignored, of_images = _unread_by_text(module)
         return cls(
             tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
             (
@@ -186,10 +189,17 @@ class FolderNames:
                     for joining in _joinings(rule, module)
                 ),
             ),
-            ignored_names(module),
+            ignored,
+            of_images,
             module.config.model_type in _INSIDE,
             _EXPERTS if module.config.get_text_config().model_type in _TRANSPOSED else (),
         )
+
+    @classmethod
+    def by_use(cls, module: nn.Module) -> FolderNames:
+        """Return what is known of a module's own tensors: those that it has no use for, and those of images."""
+        ignored, of_images = _unread_by_text(module) if isinstance(module, PreTrainedModel) else ((), ())
+        return cls(ignored=ignored, of_images=of_images)
 
     def place(self, name: str, known: Container[str]) -> Place | None:
         """Return where a tensor goes, `known` being the names of the module; None for one that has no place."""
@@ -205,20 +215,41 @@ class FolderNames:
         """Tell whether a tensor that has no place may be left out."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
+    def computes_images_with(self, name: str) -> bool:
+        """Tell whether a tensor is one that images go through, and no text."""
+        return any(re.search(pattern, name) for pattern in self.of_images)
+
     def fusion_of(self, name: str) -> Fusion | Joining | None:
         """Return how a folder may hold a tensor of the module in parts."""
         return next((fusion for fusion in self.fusions if name.endswith(fusion.target)), None)
 
 
 def ignored_names(module: nn.Module) -> tuple[str, ...]:
-    """Return what text has no use for, in the module or in its saved weights, as regular expressions.
+    """Return what the module has no use for, in itself or in its saved weights, as regular expressions.
 
     That is what the module's class says, and, where it wraps a text model, what the class of that says; the layers
     behind the last that the config announces for drafting; and the frequencies that older versions of transformers
-    saved in each layer, which the model computes.
+    saved in each layer, which the model computes. What images go through is not, where the module computes them.
     """
-    if not isinstance(module, PreTrainedModel):
-        return ()
+    return FolderNames.by_use(module).ignored
+
+
+@runtime_checkable
+class _Bound(Protocol):
+    """Names what is read here of what `samebit.kernels.bind` leaves at a model."""
+
+    images: object
+
+
+def _computes_images(module: PreTrainedModel) -> bool:
+    """Return whether a module is bound to compute images, too."""
+    bound = vars(module).get("samebit")
+    return isinstance(bound, _Bound) and bound.images is not None
+
+
+def _unread_by_text(module: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what text has no use for, as regular expressions: what may be left out, and what of the module's own it
+    computes images with."""
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), type(module))
     found = [*(module._keys_to_ignore_on_load_unexpected or ()), *(text_class._keys_to_ignore_on_load_unexpected or ())]
     config = module.config.get_text_config().to_dict()
@@ -227,7 +258,12 @@ def ignored_names(module: nn.Module) -> tuple[str, ...]:
         found.append(rf"^model\.(language_model\.)?layers\.{config['num_hidden_layers'] + layer}\.")
     if any(name.endswith(_FREQUENCIES) for name, _ in module.named_buffers()):
         found.append(rf"(^|\.){re.escape(_FREQUENCIES)}$")
-    return tuple(dict.fromkeys(found))
+    patterns = tuple(dict.fromkeys(found))
+    if not _computes_images(module):
+        return patterns, ()
+    own = module.state_dict(keep_vars=True)
+    of_images = tuple(pattern for pattern in patterns if any(re.search(pattern, name) for name in own))
+    return tuple(pattern for pattern in patterns if pattern not in of_images), of_images
 
 
 def _without_vision(name: str) -> str:

@@ -8,7 +8,8 @@ Invariants
   returns or raises one error that names *every* tensor at fault.
 * Tied weights are one tensor with several names: offering any one of the names covers all of them.
 * A tensor of several experts may come in parts; every part has to come, once.
-* What text has no use for has no place, and is left out: here alone, so that every source is taken alike.
+* What text has no use for has no place, and is left out: here alone, so that every source is taken alike. Of a module
+  that computes images, the vision tower is like the rest: it has to come, all of it, or it would stay an older one.
 * A parameter that the model's class keeps in float32 may be offered in a narrower dtype: its forward widens it, as that
   of a trainer does that has it in that dtype.
 * A buffer is never cast. A router's correction bias is float32 in every forward; one that went through bfloat16 on its
@@ -139,7 +140,7 @@ class Manifest:
         faults = [
             ("unknown", unknown),
             ("given twice", _given_twice(places)),
-            ("missing", [] if terms.partial else self._missing(places)),
+            *self._missing_by_use([] if terms.partial else self._missing(places)),
         ]
         places = self._as_offered(offered, places)
         faults += self._unlike(offered, places, terms)
@@ -191,6 +192,18 @@ class Manifest:
             elif not any(Place(name) in given or self.names.ignores(name) for name in names):
                 missing.append(" or ".join(names))
         return missing
+
+    def _missing_by_use(self, missing: list[str]) -> list[tuple[str, list[str]]]:
+        """Return what is missing: of what text goes through, and of what only images do."""
+        of_images = [name for name in missing if self.names.computes_images_with(name)]
+        return [
+            ("missing", [name for name in missing if name not in of_images]),
+            (
+                "missing of the vision tower, with which this model computes images (send them too, or with "
+                "partial=True leave the tower as it is)",
+                of_images,
+            ),
+        ]
 
     def _missing_parts(self, name: str, example: str, given: Mapping[Place, str]) -> list[str]:
         """Return the names of the parts that have not come, formed as that of one that has."""

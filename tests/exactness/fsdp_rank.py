@@ -244,7 +244,9 @@ def check_results_that_are_cast(mesh: DeviceMesh) -> None:
 
 
 def check_images(mesh: DeviceMesh) -> None:
-    """Check a tower of blocks that are sharded each, with what FSDP2 casts to bfloat16 on its way to them."""
+    """Check a tower of blocks that are sharded each, with what FSDP2 casts to bfloat16 on its way to them, and that
+    another model receives it.
+    """
     whole, model = (bind(cast(build_with_images(), dtype)) for dtype in (torch.bfloat16, torch.float32))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
     parts = (*model.model.language_model.layers, *model.model.visual.blocks, model)
@@ -259,6 +261,12 @@ def check_images(mesh: DeviceMesh) -> None:
         mine = ours.grad.full_tensor()
         near = torch.nn.functional.cosine_similarity(mine.flatten(), theirs.grad.float().flatten(), dim=0)
         assert near > 0.999, (name, near)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.fill_(0.5)
+        report = apply_weights(whole, WeightStream.of(model, dtype=torch.bfloat16), verify=True)
+        assert report.changed == tuple(name for name, _ in whole.named_parameters())
+        assert torch.equal(token_logprobs(whole, **inputs), expected)
 
 
 def main(rank: int, folder: str, ranks: str, every: str) -> None:

@@ -59,9 +59,11 @@ HEADER = BucketHeader(0, 128, Ending.LAST, (1 << 64) - 1, 7)
 MESSAGES = [
     Announcement((WEIGHT, TensorSpec("ä\0\U0001f600", (), torch.bool)), Base(3, "ab"), ("weight: cast",), 4, "sm_90"),
     Announcement((WEIGHT, replace(WEIGHT, name="tied")), ties=(Tie("weight", "tied"),)),
+    Announcement((WEIGHT, replace(WEIGHT, name="seen")), of_images=("seen",)),
     Announcement(()),
     Answer("no, \U0001f600", True, 3),
     Answer(apart=True),
+    Answer(images=True),
     Outcome(7, "0f", None, 2),
     Outcome(failed="it did"),
     Full(3, 1, HEADER, (RecordHeader(0, Kind.BITMAP, 64, 9, 1 << 63),)),
@@ -124,7 +126,7 @@ def test_what_is_no_message_is_a_broken_sync(content: bytes) -> None:
 
 def test_an_announcement_is_one_of_different_tensors_that_torch_can_hold() -> None:
     for tensors in ((WEIGHT, WEIGHT), (replace(WEIGHT, shape=(1,) * 65),)):
-        body = {"kind": "Announcement", "base": None, "casts": [], "sync": 0, "arithmetic": "", "ties": []}
+        body = {**vars(Announcement(())), "kind": "Announcement"}
         listed = [{"name": one.name, "shape": one.shape, "dtype": "bfloat16"} for one in tensors]
         with pytest.raises(SyncBrokenError, match=r"announced twice|more than 64 dimensions"):
             decode(json.dumps({**body, "tensors": listed}).encode(), Announcement)
@@ -146,6 +148,16 @@ def test_a_tie_is_of_one_tensor_that_comes_and_one_that_does_not(ties: tuple[Tie
         b'"ties": []', b'"ties": ' + json.dumps([*map(vars, ties)]).encode()
     )
     with pytest.raises(SyncBrokenError, match="a tie is not of a tensor that comes"):
+        decode(content, Announcement)
+
+
+@pytest.mark.parametrize("of_images", [("gone",), ("b", "gone"), ("weight",), ("c",)])
+def test_a_tensor_of_images_is_announced_and_not_tied(of_images: tuple[str, ...]) -> None:
+    tensors = tuple(replace(WEIGHT, name=name) for name in ("weight", "b", "c"))
+    content = encode(Announcement(tensors, ties=(Tie("weight", "c"),))).replace(
+        b'"of_images": []', b'"of_images": ' + json.dumps(of_images).encode()
+    )
+    with pytest.raises(SyncBrokenError, match="a tensor of images is tied to another, or not announced"):
         decode(content, Announcement)
 
 
@@ -274,9 +286,7 @@ def test_an_announcement_is_bounded_by_what_the_model_can_need() -> None:
 
 def test_an_announcement_that_is_allowed_costs_little() -> None:
     names = [{"name": f"{number}", "shape": [], "dtype": "bool"} for number in range(18_000)]
-    body = json.dumps(
-        {"kind": "Announcement", "tensors": names, "base": None, "casts": [], "sync": 0, "arithmetic": "", "ties": []}
-    ).encode()
+    body = json.dumps({**vars(Announcement(())), "kind": "Announcement", "tensors": names}).encode()
     assert 0.8 * MOST_BYTES < len(body) < MOST_BYTES
     tracemalloc.start()
     assert len(decode(body, Announcement).tensors) == len(names)

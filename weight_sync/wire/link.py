@@ -69,7 +69,8 @@ class Announcement:
 
     casts: the sender's casts, as in a report. sync: the number that tells the syncs on one socket apart. arithmetic:
     what decides the bits of the sender's forward on a GPU (`weight_sync.arithmetic`), empty without one. ties: the
-    later names do not come, and are not in the base, unless a receiver asks for tied tensors `apart`.
+    later names do not come, and are not in the base, unless a receiver asks for tied tensors `apart`. of_images: nor do
+    these tensors, unless one has a use for them.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -78,6 +79,7 @@ class Announcement:
     sync: int = 0
     arithmetic: str = ""
     ties: tuple[Tie, ...] = ()
+    of_images: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         specs, later = self.specs, self.later
@@ -87,6 +89,8 @@ class Announcement:
             name in specs and first in specs and first not in later for name, first in later.items()
         ):
             raise ValueError("a tie is not of a tensor that comes, and another that is announced")
+        if not specs.keys() - {*later, *later.values()} >= set(self.of_images):
+            raise ValueError("a tensor of images is tied to another, or not announced")
         if any(len(spec.shape) > _MOST_DIMENSIONS for spec in self.tensors):
             raise ValueError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
 
@@ -101,9 +105,9 @@ class Announcement:
 
     def agreed(self, decided: Answer) -> Announcement:
         """Return what will come, once all receivers have answered: the base only of a delta."""
-        later = {} if decided.apart else self.later
-        tensors = tuple(spec for spec in self.tensors if spec.name not in later)
-        return replace(self, tensors=tensors, base=None if decided.full else self.base, ties=())
+        left_out = {*(() if decided.apart else self.later), *(() if decided.images else self.of_images)}
+        tensors = tuple(spec for spec in self.tensors if spec.name not in left_out)
+        return replace(self, tensors=tensors, base=None if decided.full else self.base, ties=(), of_images=())
 
     @property
     def most_payload(self) -> int:
@@ -114,12 +118,14 @@ class Announcement:
 @dataclass(frozen=True)
 class Answer:
     """Answers an announcement, from one receiver. `refused`: why nothing may be sent; `full`: all weights are needed,
-    not a delta; `apart`: what is tied at the sender is not tied here, and is needed under each name."""
+    not a delta; `apart`: what is tied at the sender is not tied here, and is needed under each name; `images`: so are
+    the tensors that only images go through."""
 
     refused: str | None = None
     full: bool = False
     sync: int = 0
     apart: bool = False
+    images: bool = False
 
     def shortened(self, most: int) -> Answer:
         return self if self.refused is None else replace(self, refused=shortened(self.refused, most))
@@ -133,6 +139,7 @@ class Answer:
             "; ".join(reasons) if reasons else None,
             any(answer.full for answer in each),
             apart=any(answer.apart for answer in each),
+            images=any(answer.images for answer in each),
         )
 
 

@@ -173,7 +173,7 @@ def _agree(
     if answer.full:
         logger.warning(
             "asked for all weights, not a delta: its base is not the weights here (version %s), or these are cast, "
-            "tied in another way, or lack a place for some of it",
+            "tied in another way, lack a place for some of it, or need more (a vision tower)",
             version,
         )
     agreed = announced.agreed(decided)
@@ -187,12 +187,14 @@ def _answer(
     """Return what is to be said to an announcement that fits."""
     later = announced.later
     apart = not manifest.knows_ties(later, places)
+    images = any(name in places for name in announced.of_images)
     if announced.base is None:
-        return Answer(apart=apart)
+        return Answer(apart=apart, images=images)
     once = {name: place for name, place in places.items() if name not in later}
     casts = manifest.casts(announced.specs, places)
-    all_kept = not apart and not casts and len(places) == len(announced.tensors)
-    return Answer(full=not (all_kept and _has_base(announced.base, module, manifest, once, version)), apart=apart)
+    all_kept = not (apart or images or casts) and len(places) == len(announced.tensors) - len(announced.of_images)
+    as_delta = all_kept and _has_base(announced.base, module, manifest, once, version)
+    return Answer(full=not as_delta, apart=apart, images=images)
 
 
 def _check_arithmetic(announced: str, module: nn.Module, terms: UpdateTerms) -> None:

@@ -152,15 +152,19 @@ class WeightSender(Closing):
         )
 
     def _announcement(self, stream: WeightStream) -> Announcement:
-        """Return what begins a sync; without ties where the base has each tensor under all its names."""
+        """Return what begins a sync; without ties where the base has each tensor under all its names, and with what
+        only images go through as any other tensor where the base has it."""
         kept = frozenset() if self._base.known is None else self._base.tensors.keys()
-        ties = {} if kept == stream.specs.keys() else stream.ties
+        of_images = stream.of_images if kept.isdisjoint(stream.of_images) else ()
+        coming = stream.specs.keys() - set(of_images)
+        ties = {} if kept == coming else stream.ties
         return Announcement(
             tuple(stream.specs.values()),
-            self._base.known if kept == stream.specs.keys() - ties.keys() else None,
+            self._base.known if kept == coming - ties.keys() else None,
             stream.casts,
             arithmetic=arithmetic_here(),
             ties=tuple(Tie(first, later) for later, first in ties.items()),
+            of_images=of_images,
         )
 
     def _send_weight(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samebit.weight_sync.digest import Lanes
-from samebit.weight_sync.folder_names import FolderNames, ignored_names
+from samebit.weight_sync.folder_names import FolderNames
 from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, float32_names, identity, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.source import check_readable, checked_dict
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class WeightStream:
-    """Iterates over (name, tensor), as announced by `specs`. `ties`: the first name of each tensor that comes again."""
+    """Iterates over (name, tensor), as announced by `specs`. `ties`: the first name of each tensor that comes again.
+    `of_images`: the tensors that no text goes through: over a link they go to a receiver that computes images."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor | Sharded]]) -> None:
         for name, spec in specs.items():
@@ -42,20 +43,24 @@ class WeightStream:
         self.specs = dict(specs)
         self.casts: tuple[str, ...] = ()
         self.ties: dict[str, str] = {}
+        self.of_images: tuple[str, ...] = ()
         self._weights = iter(weights)
         self._gathering: Sharded | None = None
         self._begun = False
 
     @classmethod
-    def of(cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> WeightStream:
+    def of(
+        cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None, images: bool = True
+    ) -> WeightStream:
         """Stream a module (tied weights once) or a dict, in which a tensor may have several names; floating tensors
         are cast to `dtype`, one at a time.
 
         The buffers of a module are never cast: no mixed precision casts them for a forward. Nor is what its class keeps
-        in float32 beside parameters of `dtype`: as float32 it is computed with there. What a module holds that text has
-        no use for (vision) is left out.
+        in float32 beside parameters of `dtype`: as float32 it is computed with there. What a module holds and has no
+        use for is left out: vision, where it computes text alone. With `images` False, so is what only images go
+        through, which is then not gathered either.
         """
-        tensors = checked_dict(weights) if isinstance(weights, Mapping) else _untied(_of_text(weights))
+        tensors = checked_dict(weights) if isinstance(weights, Mapping) else _untied(_in_use(weights, images))
         check_readable(tensors)
         kept = set() if isinstance(weights, Mapping) else _uncast(weights, dtype)
         own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
@@ -67,6 +72,8 @@ class WeightStream:
             if spec.dtype != own[name].dtype
         )
         stream.ties = _ties(tensors)
+        if isinstance(weights, nn.Module):
+            stream.of_images = _of_images(weights, stream)
         return stream
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -130,9 +137,15 @@ def exhaust_after_error(stream: WeightStream) -> None:
         logger.warning("the rest of the weights could not be gathered either", exc_info=True)
 
 
-def _of_text(module: nn.Module) -> dict[str, Tensor]:
-    names = FolderNames(ignored=ignored_names(module))
-    return {name: tensor for name, tensor in live_tensors(module).items() if not names.ignores(name)}
+def _in_use(module: nn.Module, images: bool) -> dict[str, Tensor]:
+    names = FolderNames.by_use(module)
+    used = {name: tensor for name, tensor in live_tensors(module).items() if not names.ignores(name)}
+    return {name: tensor for name, tensor in used.items() if images or not names.computes_images_with(name)}
+
+
+def _of_images(module: nn.Module, stream: WeightStream) -> tuple[str, ...]:
+    names, tied = FolderNames.by_use(module), {*stream.ties, *stream.ties.values()}
+    return tuple(name for name in stream.specs if names.computes_images_with(name) and name not in tied)
 
 
 def _uncast(module: nn.Module, dtype: torch.dtype | None) -> set[str]:

@@ -108,7 +108,7 @@ class SamebitEngine(FSDPEngineWithLMHead):
         if self._is_offload_param and get_device_name() == "cuda":
             load_fsdp_model_to_gpu(self.module)  # shards are gathered there; verl takes them away again
         if not self._is_lora:
-            return WeightStream.of(self.module, dtype=self._computes_in), None
+            return WeightStream.of(self.module, dtype=self._computes_in, images=False), None  # to servers of text
         stream = adapter_stream if base_sync_done else base_stream
         return stream(self.module, self._computes_in), configs_of(self.module)[FIRST].to_dict()
 

@@ -49,7 +49,7 @@ def adapter_stream(module: nn.Module, dtype: torch.dtype) -> WeightStream:
 
 def _renamed(module: nn.Module, dtype: torch.dtype, new_name: Callable[[str], str | None]) -> WeightStream:
     """Stream the tensors that have a new name; the others are not gathered."""
-    whole = WeightStream.of(module, dtype=dtype)
+    whole = WeightStream.of(module, dtype=dtype, images=False)  # to servers of text
     names = {name: new for name in whole.specs if (new := new_name(name)) is not None}
     specs = {new: replace(whole.specs[name], name=new) for name, new in names.items()}
     return WeightStream(specs, ((names[name], weight) for name, weight in whole.weights() if name in names))
