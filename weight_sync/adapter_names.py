@@ -27,9 +27,11 @@ class AdapterNames(FolderNames):
     """Knows the names that the tensors of one adapter may come with.
 
     wrapped: Hugging Face also wraps the model with vision: an adapter of either is one of the other.
+    optional: names of tensors that need not come.
     """
 
     wrapped: bool = False
+    optional: frozenset[str] = frozenset()
 
     def place(self, name: str, known: Container[str]) -> Place | None:
         found = _NAMED.fullmatch(name)
@@ -38,4 +40,4 @@ class AdapterNames(FolderNames):
         return next((Place(PREFIX + one) for one in names if PREFIX + one in known), None)
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name.removeprefix(PREFIX))
+        return name in self.optional or super().ignores(name.removeprefix(PREFIX))

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from samebit.kernels import BindingError
 from samebit.kernels.binding import binding_of
-from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes
+from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes, tower_shapes
 from samebit.kernels.binding.lora.plan import check_config
 from samebit.rollout.adapters.names_with_vision import layers_named, names_vision
 from samebit.rollout.errors import AdapterError
@@ -33,10 +33,14 @@ NO_PEFT = "adapters are read by peft, which is not installed: pip install samebi
 
 @dataclass(frozen=True, eq=False)
 class AdapterLayout:
-    """Holds the layers that an adapter changes, by name, and the config that says so."""
+    """Holds the layers that an adapter changes, by name, and the config that says so.
+
+    of_images: layers of a vision tower that images go through, which it names and may not change.
+    """
 
     shapes: Mapping[str, DeltaShape]
     config: Any
+    of_images: Mapping[str, DeltaShape] = field(default_factory=dict)
 
 
 def layout_of(config: object, module: nn.Module) -> AdapterLayout:
@@ -59,12 +63,12 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
         wrapped = binding_of(module).family.wrapped is not None
         with layers_named(skeleton, vision=names_vision(checked) if wrapped else None):
             adapted = get_peft_model(skeleton, plain)
-        shapes = delta_shapes(adapted, module)
+        shapes, of_images = delta_shapes(adapted, module), tower_shapes(adapted, module)
     except BindingError as error:
         raise AdapterError(str(error)) from None
     except ValueError as error:
         raise AdapterError(f"peft refuses the adapter's config for this model: {error}") from error
-    return AdapterLayout(shapes, checked)
+    return AdapterLayout(shapes, checked, of_images)
 
 
 def check_beginning(way: object) -> None:

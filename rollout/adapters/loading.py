@@ -5,11 +5,13 @@ Invariants
 * The tensors are checked as those of a model are: every one that the config promises, of its shape, finite; half an
   adapter is refused. Nothing is known of the adapter until all of it is there.
 * Tensors may have the names of peft's files, of a peft model's state dict, or of the model inside it; with vision
-  around the text model or without. Those of vision are left out.
+  around the text model or without. Those of vision are left out; where the model computes images, only such as are
+  without effect.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
@@ -19,7 +21,8 @@ from torch import nn
 
 from samebit.kernels.binding import binding_of
 from samebit.kernels.binding.lora.loaded import new_delta, tree_of
-from samebit.kernels.layout.lora.adapters import Adapter, new_number
+from samebit.kernels.binding.lora.plan import listed
+from samebit.kernels.layout.lora.adapters import Adapter, Delta, new_number
 from samebit.rollout.adapters.layout import config_of, layout_of
 from samebit.rollout.adapters.registry import AdapterRegistry, Loaded
 from samebit.rollout.errors import AdapterError
@@ -91,7 +94,7 @@ def read_adapter(
     """Return an adapter of a bound model, read from a source.
 
     Raises:
-        AdapterError: a config, a version or a revision that will not do.
+        AdapterError: a config, a version or a revision that will not do; a change of a tower that computes images.
         ModelLoadError: no such folder; or a name that is not known, or not to be reached.
         WeightMismatchError: a tensor that is missing, unknown or misshapen, by name.
         NonFiniteWeightError: NaN or infinity.
@@ -110,15 +113,21 @@ def read_adapter(
     version = _next_version(known.last_version(name), options.version)
     head = module.get_parameter("lm_head.weight")
     dtype = torch.float32 if options.autocast else head.dtype
-    deltas = {layer: new_delta(shape, dtype, head.device) for layer, shape in layout.shapes.items()}
+    shapes = {**layout.shapes, **layout.of_images}
+    deltas = {layer: new_delta(shape, dtype, head.device) for layer, shape in shapes.items()}
     sides = {f"{PREFIX}{layer}.lora_A": delta.down for layer, delta in deltas.items()}
     sides |= {f"{PREFIX}{layer}.lora_B": delta.up for layer, delta in deltas.items()}
     tree = tree_of(sides)
-    names = AdapterNames(ignored=ignored_names(module), wrapped=binding_of(module).family.wrapped is not None)
+    names = AdapterNames(
+        ignored=ignored_names(module),
+        wrapped=binding_of(module).family.wrapped is not None,
+        optional=frozenset(f"{PREFIX}{layer}.lora_{side}.weight" for layer in layout.of_images for side in "AB"),
+    )
     manifest = replace(Manifest.of(tree), names=names)
     terms = UpdateTerms(cast=options.autocast)
     with open_update(source, tree, manifest, terms, version=version - 1) as update:
         report = update.write(tree, version=version)
+    _check_images_stay(name, {layer: deltas.pop(layer) for layer in layout.of_images})
     number = new_number() if options.number is None else options.number
     return Loaded(Adapter(name, deltas, version=version, number=number, alias=options.alias), layout), report
 
@@ -130,6 +139,20 @@ def _resolved(source: object, revision: str | None) -> object:
     if revision is not None:
         raise AdapterError(f"revision={revision!r} is for a name of the hub, got a {type(source).__name__}")
     return source
+
+
+def _check_images_stay(name: str, deltas: Mapping[str, Delta]) -> None:
+    """Check that an adapter changes no layer of a tower that computes images.
+
+    Raises:
+        AdapterError: it does, by name.
+    """
+    moved = [layer for layer, delta in deltas.items() if delta.down.weight.any() and delta.up.weight.any()]
+    if moved:
+        raise AdapterError(
+            f"the adapter {name!r} changes {listed(moved)}, which images go through; allowed in a vision tower that "
+            "computes images: adapters without effect (A or B all zero), or none (exclude_modules of its config)"
+        )
 
 
 def _next_version(last: int, asked: int | None) -> int:

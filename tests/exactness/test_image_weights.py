@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, image_features
+from samebit.kernels import BindingError, bind, image_features
 from samebit.kernels.binding import binding_of
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.errors import AdapterError
 from samebit.weight_sync import (
     BroadcastReceiver,
     BroadcastSender,
@@ -34,6 +36,7 @@ from samebit.weight_sync import (
 from ..patience import HANG
 from .compare import assert_matches_trainer
 from .families import make_model, make_wrapped, token_ids
+from .lora import wake
 
 TOWER = "model.visual."
 WEIGHT = "model.visual.blocks.0.attn.qkv.weight"
@@ -300,3 +303,55 @@ def test_a_tensor_of_vision_without_a_place_is_named() -> None:
     with pytest.raises(WeightMismatchError, match=rf"1 unknown: {unknown}$"):
         apply_weights(model, {**model.state_dict(), unknown: torch.zeros(32)})
     apply_weights(text_model(), {**model.state_dict(), unknown: torch.zeros(32)})
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+ALL = LoraConfig(r=3, target_modules="all-linear")
+THROUGH = SamplingParams(max_tokens=4, seed=5, ignore_eos=True, adapter="policy")
+
+
+def adapted(*, tower: bool) -> PeftModel:
+    """Return a trainer with an adapter on all linear layers, bound; with `tower`, one that changes the tower too."""
+    model = get_peft_model(make_wrapped("Qwen2"), ALL)
+    wake(model)
+    for name, parameter in model.named_parameters():
+        if not tower and TOWER in name and ".lora_B." in name:
+            nn.init.zeros_(parameter)
+    return bind(model)
+
+
+def test_an_adapter_that_changes_the_tower_is_refused_by_name(tmp_path: Path) -> None:
+    moving, still = adapted(tower=True), adapted(tower=False)
+    moving.save_pretrained(tmp_path)
+    tensors = get_peft_model_state_dict(moving)
+    refused = r"the adapter 'policy' changes model\.visual\.blocks\.0\..*, which images go through"
+    with RolloutWorker(trainer(), config=CONFIG) as worker:
+        for source in (tensors, WeightStream.of(tensors), tmp_path):
+            with pytest.raises(AdapterError, match=refused):
+                worker.load_adapter("policy", source, config=ALL)
+        assert "policy" not in worker.adapters
+        config = LoraConfig(r=3, target_modules=["q_proj"])
+        with pytest.raises(WeightMismatchError, match=r"\d+ unknown: .*visual"):
+            worker.load_adapter("policy", tensors, config=config)
+        without = {name: tensor for name, tensor in tensors.items() if TOWER not in name}
+        for source in (get_peft_model_state_dict(still), without):
+            worker.load_adapter("policy", source, config=ALL)
+            assert_matches_trainer(still, worker.generate(SEQUENCES, THROUGH), [THROUGH] * len(SEQUENCES))
+    with RolloutWorker(text_model(), config=CONFIG) as worker:
+        worker.load_adapter("policy", tensors, config=ALL)
+
+
+def test_a_model_with_adapters_in_its_tower_is_bound_for_text() -> None:
+    model = adapted(tower=True)
+    assert binding_of(model).images is None
+    with pytest.raises(ValueError, match=r"^pixel_values, image_grid_thw: .*text alone, because visual\.blocks\.0\."):
+        model(torch.tensor([[5, 6]]), pixel_values=PIXELS, image_grid_thw=GRID)
+
+
+def test_an_adapter_that_comes_into_a_bound_tower_is_refused() -> None:
+    model = get_peft_model(make_wrapped("Qwen2"), LoraConfig(r=3, target_modules=["q_proj"]))
+    assert binding_of(bind(model)).images is not None
+    model.add_adapter("more", LoraConfig(r=3, target_modules=["q_proj", "qkv"]))
+    with pytest.raises(BindingError, match=r"visual\.blocks\.0\.attn\.qkv"):
+        bind(model)

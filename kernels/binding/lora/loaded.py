@@ -39,7 +39,7 @@ class _Matrix(nn.Linear):
 
 def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShape]:
     """Return the layers that the one adapter of ``peft_model`` changes, by name, all bound linear layers of ``model``;
-    without those of vision, which no text reaches.
+    without those of vision, which no text reaches (`tower_shapes`).
 
     Args:
         peft_model: of the class and config of ``model``; it may be on the device "meta".
@@ -61,6 +61,29 @@ def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShap
     if reasons:
         raise BindingError(f"the adapter can not be served exactly: {listed(reasons)}")
     return {name: _shape(layer) for name, layer in reached.items()}
+
+
+def tower_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShape]:
+    """Return the layers of vision that the one adapter of ``peft_model`` changes, by name, where ``model`` computes
+    images: none of them is bound with an adapter, so what the adapter has there must be without effect.
+
+    Args:
+        peft_model: of the class and config of ``model``; it may be on the device "meta".
+        model: bound.
+
+    Raises:
+        BindingError: an adapter that is no plain LoRA, by name.
+    """
+    inner, binding = inner_model(model), binding_of(model)
+    if binding.images is None:
+        return {}
+    places, of_vision = dict(inner.named_modules()), modules_of_vision(wrapping_module(binding.family, inner))
+    wrapped = {name: layer for name, layer in inner_model(peft_model).named_modules() if is_wrapped(layer)}
+    found = {name: layer for name, layer in wrapped.items() if places.get(name) in of_vision}
+    reasons = refusals(found)
+    if reasons:
+        raise BindingError(f"the adapter can not be served exactly: {listed(reasons)}")
+    return {name: _shape(layer) for name, layer in found.items()}
 
 
 def new_delta(shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> Delta:
