@@ -18,7 +18,7 @@ from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.rollout import SamplingParams
 from samebit.rollout.cache import build_cache
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.engine.step_plan import StepInFlight, StepPlan, StepResult
+from samebit.rollout.engine.step_plan import ImageCounters, StepInFlight, StepPlan, StepResult
 from samebit.rollout.requests.request import Request
 
 RUNNING = 64
@@ -34,6 +34,7 @@ class IdleRunner:
     vocab_size = 8
     forward_seconds = 0.0
     sampler_seconds = 0.0
+    image_counters = ImageCounters()
 
     def __init__(self) -> None:
         self._results = {rows: _result(rows) for rows in range(RUNNING + 1)}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from samebit.rollout.control.delivery import RequestHandle
     from samebit.rollout.errors import (
         AdapterError,
+        ImageError,
         ModelLoadError,
         NonFiniteLogitsError,
         NoReplicaError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         WorkerStateError,
     )
     from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
+    from samebit.rollout.requests.prompt_with_images import PromptWithImages
     from samebit.rollout.requests.shared import RequestEvent
     from samebit.rollout.sampling_params import SamplingParams
     from samebit.rollout.structured_outputs.params import StructuredOutputsParams
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterError",
+    "ImageError",
     "ModelLoadError",
     "NoReplicaError",
     "NoTokenLeftError",
     "NonFiniteLogitsError",
+    "PromptWithImages",
     "RequestError",
     "RequestEvent",
     "RequestHandle",
@@ -69,7 +73,8 @@ __all__ = [
     "WorkerStateError",
 ]
 
-_MODULES = ("errors", "structured_outputs.params", "sampling_params", "config", "requests.shared", "outputs",
+_MODULES = ("errors", "structured_outputs.params", "sampling_params", "config",
+            "requests.prompt_with_images", "requests.shared", "outputs",
             "control.delivery", "worker_interface", "worker")  # fmt: skip
 """Lists the modules of the public names, light ones first: a name is looked for in this order; the rest is not
 loaded."""

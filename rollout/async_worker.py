@@ -23,6 +23,7 @@ from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.structured_outputs.params import StructuredOutputsParams
 from samebit.rollout.worker_interface import Handle, LocalWorker, UpdateOptions
@@ -83,12 +84,12 @@ class AsyncWorker:
         return self._loaded
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         return await self.ended(await self.queue_all(prompts, params))
 
     async def run(
-        self, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str | None = None
+        self, prompt: GivenPrompt, params: SamplingParams | None, request_id: str, ticket: str | None = None
     ) -> RequestOutput:
         """Generate one request under an id by which it can be aborted. ticket: names this call, and never another one,
         for `cancel`; None: its id does."""
@@ -96,7 +97,7 @@ class AsyncWorker:
         return output
 
     async def queue(
-        self, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str | None = None
+        self, prompt: GivenPrompt, params: SamplingParams | None, request_id: str, ticket: str | None = None
     ) -> Call:
         """Submit the request of `run`; `ended` has to follow at once."""
         prepared = await self.prepare(params)
@@ -106,7 +107,7 @@ class AsyncWorker:
 
     async def queue_all(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[GivenPrompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         ticket: str | None = None,
     ) -> Call:

@@ -21,6 +21,7 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.kernels.layout.grids import SCAN_CHUNK
+from samebit.kernels.layout.images.image_layout import ImageLayout
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, FIRST_NUMBER, AdapterRegistry
@@ -49,7 +50,7 @@ class WorkerParts:
     """Holds what a worker is made of.
 
     config: with the block size that was chosen. has_experts: routed ones, whose choice can be noted.
-    dtype: of the weights.
+    dtype: of the weights. images: what the model takes images as; None where it computes text alone.
     """
 
     config: RolloutConfig
@@ -62,6 +63,7 @@ class WorkerParts:
     has_experts: bool
     dtype: torch.dtype
     threads: ComputeThreads
+    images: ImageLayout | None = None
 
     def limits(self) -> RequestLimits:
         """Return what the model and its memory allow a request."""
@@ -74,6 +76,8 @@ class WorkerParts:
             has_tokenizer=self.tokenizer is not None,
             has_experts=self.has_experts,
             dtype=self.dtype,
+            device=self.config.device,
+            images=self.images,
         )
 
 
@@ -126,6 +130,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
         dtype=runner.shape.dtype,
         adapters=_adapters(loaded.module, base.adapter),
         threads=ComputeThreads(config.num_threads, runner.shape.device),
+        images=binding_of(loaded.module).images,
     )
 
 

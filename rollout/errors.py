@@ -45,6 +45,13 @@ class TokenizerError(RuntimeError):
     """
 
 
+class ImageError(RuntimeError):
+    """The model could not compute an image of this request, which is no other's concern.
+
+    What its vision raised is the `__cause__`.
+    """
+
+
 class ModelLoadError(ValueError):
     """The folder or module can not be served: no such folder, no weights, NaN in them, wrong dtype."""
 

@@ -29,6 +29,8 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
         **engine.counters.named(),
         "forward_seconds": engine.runner.forward_seconds,
         "sampler_seconds": engine.runner.sampler_seconds,
+        "images_computed": engine.runner.image_counters.computed,
+        "images_found": engine.runner.image_counters.found,
         "running": len(scheduler.running),
         "waiting": scheduler.num_unfinished - len(scheduler.running) + num_unstarted,
         "preemptions": scheduler.preemptions,

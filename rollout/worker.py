@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -44,6 +44,7 @@ from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
@@ -132,10 +133,10 @@ class RolloutWorker(Closing):
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[GivenPrompt],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Sample from each prompt and wait; the results are in the order of the prompts.
+        """Sample from each prompt, ids or a `PromptWithImages`, and wait; the results are in the order of the prompts.
 
         A bad prompt raises before anything is submitted. If a request fails, the rest of this call is
         aborted and its error is raised.
@@ -152,7 +153,7 @@ class RolloutWorker(Closing):
 
     def submit_all(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[GivenPrompt],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestHandle]:
         """Queue prompts, all or none; the handles are in their order."""
@@ -162,7 +163,7 @@ class RolloutWorker(Closing):
 
     def submit(
         self,
-        prompt: list[int],
+        prompt: GivenPrompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> RequestHandle:
@@ -184,7 +185,7 @@ class RolloutWorker(Closing):
 
     def _submit(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[GivenPrompt],
         params: list[SamplingParams],
         request_ids: list[str | None],
         handles: list[RequestHandle],

@@ -18,6 +18,7 @@ from samebit.rollout.control.weights.transaction import check_update_args
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.limits import RequestLimits
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import SyncReport, UpdateTerms
 
@@ -110,15 +111,15 @@ class Worker(Protocol):
     def weight_version(self) -> int: ...
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]: ...
 
     def submit(
-        self, prompt: list[int], params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: GivenPrompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> Handle: ...
 
     def submit_all(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> Sequence[Handle]: ...
 
     def abort(self, request_ids: str | Iterable[str]) -> None: ...

@@ -5,8 +5,8 @@ What a cache and a sequence share
 * A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed` and
   `kv.write_from`. It writes nothing else of a sequence or its request.
 * It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `prompt_logprobs_wanted`, of `schedule`
-  `num_ahead`, and of the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `sequences` and
-  `shared.error`.
+  `num_ahead`, and of the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `images`,
+  `sequences` and `shared.error`.
 * What it remembers of a sequence between `track` and `forget` is its own (`CacheEntry`): no other writes it.
 
 Invariants
@@ -28,6 +28,7 @@ from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.held_prompts import HeldPrompts
 from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import PromptDigests
+from samebit.rollout.requests.images import PromptImages
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.requests.shared import IntArray
 
@@ -72,9 +73,11 @@ class Cache:
 
     # -- before a sequence runs --------------------------------------------------------------------
 
-    def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> PromptDigests | None:
+    def hash_prompt(
+        self, prompt: IntArray, cache_salt: str | None, adapter: int = 0, images: PromptImages | None = None
+    ) -> PromptDigests | None:
         """Name the full blocks of a prompt that goes through the adapter of this number, where names are used; 0 for
-        none. Any thread may call it."""
+        none. They name its images too. Any thread may call it."""
         return None
 
     def track(self, request: Request) -> None:

@@ -24,6 +24,7 @@ from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import ChainHasher, PromptDigests, TokenChain
+from samebit.rollout.requests.images import PromptImages
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.requests.shared import IntArray
 
@@ -65,13 +66,17 @@ class PrefixCache(Cache):
 
     # -- before a sequence runs --------------------------------------------------------------------
 
-    def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> PromptDigests:
-        return self.hasher.prompt(cache_salt, prompt, adapter)
+    def hash_prompt(
+        self, prompt: IntArray, cache_salt: str | None, adapter: int = 0, images: PromptImages | None = None
+    ) -> PromptDigests:
+        return self.hasher.prompt(cache_salt, prompt, adapter, images)
 
     def track(self, request: Request) -> None:
         digests = request.prompt_digests
         if digests is None:
-            digests = self.hash_prompt(request.prompt, request.params.cache_salt, request.adapter_number)
+            digests = self.hash_prompt(
+                request.prompt, request.params.cache_salt, request.adapter_number, request.images
+            )
         for sequence in request.sequences:
             self.entries[sequence] = CacheEntry(sequence, TokenChain(self.hasher, digests))
         self.policy.add_waiting(self.entries[request.sequences[0]])

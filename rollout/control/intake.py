@@ -5,7 +5,7 @@ Invariant: all prompts of a call are checked before one request exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -14,6 +14,7 @@ from samebit.rollout.cache.contract import Cache
 from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
 from samebit.rollout.requests.limits import RequestLimits
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.requests.request import Request
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class Intake:
         self._grammars = Grammars(tokenizer, limits.vocab_size, eos_token_ids)
 
     def checked(
-        self, prompts: list[list[int]], params: list[SamplingParams], request_ids: list[str | None]
+        self, prompts: Sequence[GivenPrompt], params: list[SamplingParams], request_ids: list[str | None]
     ) -> MakeRequests:
         """Check prompts and parameters; return a function that makes the requests.
 
@@ -72,9 +73,9 @@ class Intake:
         asked = params.structured_outputs
         return None if asked is None or self._grammars.has(asked) else partial(self._grammar, params)
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> partial[Request]:
+    def _check(self, prompt: GivenPrompt, params: SamplingParams) -> partial[Request]:
         """Check one prompt; return a function that makes its request, given an id and an ordinal."""
-        ids = self._limits.check_prompt(prompt)
+        ids, images = self._limits.check_given(prompt)
         max_new_tokens = self._limits.check_params(params, len(ids))
         adapter = self._adapters.resolve(params.adapter)
         return partial(
@@ -84,9 +85,12 @@ class Intake:
             max_new_tokens=max_new_tokens,
             eos_token_ids=self.eos_token_ids,
             tokenizer=self._tokenizer,
-            prompt_digests=self._cache.hash_prompt(ids, params.cache_salt, 0 if adapter is None else adapter.number),
+            prompt_digests=self._cache.hash_prompt(
+                ids, params.cache_salt, 0 if adapter is None else adapter.number, images
+            ),
             adapter=adapter,
             grammar=self._grammar(params),
+            images=images,
         )
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
@@ -109,8 +113,8 @@ def as_request_ids(given: object) -> list[str]:
 
 
 def paired(
-    prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
-) -> tuple[list[list[int]], list[SamplingParams], list[str | None]]:
+    prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None
+) -> tuple[Sequence[GivenPrompt], list[SamplingParams], list[str | None]]:
     """Return the prompts, a `SamplingParams` for each, and None as the id of each."""
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")

@@ -208,9 +208,11 @@ def _count(outputs: list[Kept]) -> int:
 
 
 def _key(shared: Shared, prompt: IntArray) -> bytes:
-    """Return what names a prompt, the salt of a request and its adapter: one that is trained resembles that of its name
-    before."""
+    """Return what names a prompt with its images, the salt of a request and its adapter: one that is trained resembles
+    that of its name before."""
     salt, adapter = shared.params.cache_salt, None if shared.adapter is None else shared.adapter.public_name
     named = hashlib.blake2b(repr((salt, adapter)).encode(), digest_size=16)
     named.update(prompt.tobytes())
+    if shared.images is not None:
+        named.update(shared.images.digests)
     return named.digest()

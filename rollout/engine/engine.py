@@ -4,8 +4,8 @@ Invariants
 ----------
 * Between two steps every known request is either waiting or running; a finished one is returned by the
   call that finished it, exactly once, and forgotten.
-* A row whose logits are not finite, or from which nothing can be drawn, and a tokenizer that can not decode a sample
-  fail their own request and no other; it publishes nothing.
+* A row whose logits are not finite, or from which nothing can be drawn, an image that can not be computed, and a
+  tokenizer that can not decode a sample fail their own request and no other; it publishes nothing.
 * An exception from the runner leaves this engine unusable; the caller fails what is in flight.
 * With `run_ahead`, a step may be launched before the tokens of the one before it are read, and is then in flight
   between two calls of `step()`. A caller that changes weights or memory commits it first: `settle()`. What it
@@ -49,7 +49,6 @@ from samebit.rollout.requests.stopping import end_of_sample
 from samebit.weight_sync.in_place.watch import WeightWatch
 
 logger = logging.getLogger(__name__)
-
 
 MOST_DROPPED = 100
 """After so many steps in a row that weights moved in, the requests of the last one fail: what writes in every forward
@@ -265,6 +264,8 @@ class Engine:
             raise RuntimeError("a step is in flight, and what it computes with is about to change: settle() first")
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        for failed, error in result.failed:
+            self._fail(failed.shared, error)
         self._keep_prompt_logprobs(result)
         rows = DrawnRows(result)
         version, block_size = self.weight_version, self.cache.block_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from samebit.rollout.errors import NonFiniteLogitsError, NoTokenLeftError, TokenizerError, WorkerStateError
+from samebit.rollout.errors import ImageError, NonFiniteLogitsError, NoTokenLeftError, TokenizerError, WorkerStateError
+from samebit.rollout.guard import described, without_frames
+from samebit.rollout.requests.images import PromptImage
 from samebit.rollout.requests.request import Sequence
 
 UNTOLD = (
@@ -19,6 +21,16 @@ def not_finite(sequence: Sequence) -> NonFiniteLogitsError:
         f"request {sequence.shared.request_id!r}: NaN or infinite logits at position {sequence.num_tokens - 1} of "
         f"sample {sequence.sample_index}; the weights or this input drive the model out of range"
     )
+
+
+def image_not_computed(sequence: Sequence, image: PromptImage, error: Exception) -> ImageError:
+    """Return the error of a prompt with an image on which the model's vision raised this."""
+    named = ImageError(
+        f"request {sequence.shared.request_id!r}: the model raised {described(error)} on the image of the tokens "
+        f"{image.start} to {image.start + image.count - 1} of the prompt, {list(image.grid)} patches"
+    )
+    named.__cause__ = without_frames(error)
+    return named
 
 
 def not_decoded(sequence: Sequence, error: TokenizerError) -> TokenizerError:

@@ -51,6 +51,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue()
         self.num_unfinished = 0
+        self._num_with_images = 0
         self.admission_open = True
         self._may_admit = False
         self.preemptions = 0
@@ -73,6 +74,8 @@ class Scheduler:
         for sequence in request.sequences:
             sequence.schedule.arrival = next(self._arrivals)
         self.num_unfinished += len(request.sequences)
+        if request.images is not None:
+            self._num_with_images += len(request.sequences)
         self.waiting.push(first)
         if self.cache.shares_prompts:
             first.schedule.siblings = rest
@@ -95,10 +98,11 @@ class Scheduler:
         # In this order: another thread that counts those that wait meanwhile finds too many, never fewer than none.
         self.running = [sequence for sequence in self.running if sequence not in gone]
         self.num_unfinished -= len(gone)
+        self._num_with_images -= sum(sequence.shared.images is not None for sequence in gone)
 
     def schedule(self) -> StepPlan:
         """Plan the next step, admitting and preempting as memory allows."""
-        plan = StepPlan()
+        plan = StepPlan(has_images=self._num_with_images > 0)
         self.cache.sweep()
         prefills = self._plan_decodes(plan)
         budget = self.max_num_batched_tokens - plan.num_tokens
@@ -126,7 +130,7 @@ class Scheduler:
             return None  # a sequence that waits takes the seat
         if not continuing or not all(self.cache.reserve(item.sequence, 2) for _, item in continuing):
             return None
-        ahead = StepPlan(sources=[row for row, _ in continuing])
+        ahead = StepPlan(sources=[row for row, _ in continuing], has_images=self._num_with_images > 0)
         self.cache.sweep()
         for _, item in continuing:
             item.sequence.schedule.num_ahead = 1

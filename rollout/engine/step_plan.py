@@ -55,6 +55,7 @@ class StepPlan:
     moves: what happens to recurrent states before anything is computed.
     num_drafts: the guesses among the tokens.
     num_scored: the prompt tokens among these that are scored: rows of logits beside those that are sampled from.
+    has_images: whether a prompt with images is among the requests, of this step or of another; False for no other.
     sources: of a step that is launched behind another, before that one's tokens are known: each item computes one
         token, and this is the row of the other's draws that it is. None where all tokens are known.
     """
@@ -64,6 +65,7 @@ class StepPlan:
     num_tokens: int = 0
     num_drafts: int = 0
     num_scored: int = 0
+    has_images: bool = False
     copies: list[tuple[int, int]] = field(default_factory=list)
     moves: CheckpointMoves = field(default_factory=CheckpointMoves)
 
@@ -104,6 +106,7 @@ class StepResult:
         of finite logits; the request's parameters rule all out.
     top_logprobs: None when no sampled request asked for them, else one entry a row.
     prompt_logprobs: for each item whose sequence has `prompt_logprobs_wanted`.
+    failed: sequences that could not be computed, each with its error; what was found of them is void.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -112,6 +115,15 @@ class StepResult:
     finite: npt.NDArray[np.bool_]
     top_logprobs: TopLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ImageCounters:
+    """Counts images whose features a step needed: those that it computed, and those that it found."""
+
+    computed: int = 0
+    found: int = 0
 
 
 class StepInFlight(Protocol):
@@ -122,11 +134,15 @@ class StepInFlight(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps: the model, its KV pages and the sampler, and how long they took in all. `ModelRunner` is one."""
+    """Computes steps: the model, its KV pages and the sampler, and how long they took in all. `ModelRunner` is one.
+
+    image_counters: of the images that it computed.
+    """
 
     vocab_size: int
     forward_seconds: float
     sampler_seconds: float
+    image_counters: ImageCounters
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""

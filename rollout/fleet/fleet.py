@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,7 @@ from samebit.rollout.guard import contained
 from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.block_digests import ChainHasher
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.requests.shared import IntArray
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import checked_state_dict
@@ -104,7 +105,7 @@ class Fleet(Closing):
     # -- requests ----------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Sample from each prompt and wait; the results are in the order of the prompts.
 
@@ -120,7 +121,7 @@ class Fleet(Closing):
         return results
 
     async def generate_async(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Do as `generate` for asyncio; cancelling it aborts its requests."""
         handles: list[FleetHandle] = []
@@ -135,7 +136,7 @@ class Fleet(Closing):
 
     def submit(
         self,
-        prompt: list[int],
+        prompt: GivenPrompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -153,7 +154,7 @@ class Fleet(Closing):
         return self._send(self._checked(prompt, SamplingParams() if params is None else params), request_id, session)
 
     def submit_all(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[FleetHandle]:
         """Queue prompts; the handles are in their order. A bad one raises before anything is sent."""
         handles: list[FleetHandle] = []
@@ -204,8 +205,7 @@ class Fleet(Closing):
 
     def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
         """Let all replicas take an adapter, or a new version of it, from a folder in peft's format that each can read.
-        Where one refuses it, none has it. The keywords are those of `AdapterOptions`.
-        """
+        Where one refuses it, none has it. The keywords are those of `AdapterOptions`."""
         with gone_through(source):
             return self._adapters.load(name, source, options)
 
@@ -361,7 +361,7 @@ class Fleet(Closing):
 
     def _send_all(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[GivenPrompt],
         params: SamplingParams | list[SamplingParams] | None,
         handles: list[FleetHandle],
     ) -> None:

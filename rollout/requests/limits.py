@@ -15,15 +15,21 @@ import numpy.typing as npt
 import torch
 
 from samebit.kernels.layout.grids import ceil_div
+from samebit.kernels.layout.images.image_layout import ImageLayout
 from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
+from samebit.rollout.requests.images import PromptImages, checked_images
+from samebit.rollout.requests.prompt_with_images import PromptWithImages, refuse_images
 from samebit.rollout.requests.shared import IntArray
 from samebit.rollout.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Holds what this worker's model and memory allow."""
+    """Holds what this worker's model and memory allow.
+
+    images: what the model takes images as; None where it computes text alone. device: where it computes.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -32,6 +38,22 @@ class RequestLimits:
     has_tokenizer: bool
     has_experts: bool = False
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    images: ImageLayout | None = None
+
+    def check_given(self, prompt: object) -> tuple[IntArray, PromptImages | None]:
+        """Return the ids of a prompt and its images, None without any, or raise `RequestError`."""
+        if not isinstance(prompt, PromptWithImages):
+            return self.check_prompt(prompt), None
+        if self.images is None:
+            raise RequestError(
+                "the prompt has images, and this worker's model computes text alone; allowed: a module with vision "
+                "that is bound for images (docs/images.md), given as it is: a folder of one loads as its text model"
+            )
+        if self.device != "cpu":
+            raise RequestError(f"the prompt has images, and the model is on {self.device!r}; allowed: on the CPU")
+        ids = self.check_prompt(prompt.token_ids)
+        return ids, checked_images(prompt, ids, self.images)
 
     def check_prompt(self, prompt: object) -> IntArray:
         """Return the prompt as an array of ids, or raise `RequestError`."""
@@ -93,6 +115,7 @@ class RequestLimits:
 
 def _as_integers(prompt: object) -> npt.NDArray[np.integer[Any]]:
     """Return a prompt as an array of its own; of unsigned integers where it is one of these."""
+    refuse_images([prompt])
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise RequestError(

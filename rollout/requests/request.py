@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.requests.block_digests import PromptDigests
+from samebit.rollout.requests.images import PromptImages
 from samebit.rollout.requests.shared import IntArray, Progress, Shared
 from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer
@@ -58,10 +59,11 @@ class Request:
         prompt_digests: PromptDigests | None = None,
         adapter: Adapter | None = None,
         grammar: Grammar | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         self.shared = Shared(
             request_id, prompt, params, ordinal=ordinal, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids,
-            adapter=adapter, grammar=grammar,
+            adapter=adapter, grammar=grammar, images=images,
         )  # fmt: skip
         self.prompt_digests = prompt_digests
         self.sequences = [Sequence(self.shared, index, tokenizer) for index in range(params.n)]
@@ -90,6 +92,11 @@ class Request:
     def adapter_number(self) -> int:
         """Return the number of the request's adapter; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Return those of the prompt; None without any, and once the request has ended."""
+        return self.shared.images
 
     @property
     def progress(self) -> Progress:

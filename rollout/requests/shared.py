@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.kernels.layout.lora.adapters import Adapter
+from samebit.rollout.requests.images import PromptImages
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.structured_outputs.grammars import Grammar
 
@@ -48,11 +49,12 @@ class Shared:
     `error`: what failed it; None while nothing did.
     `adapter`: what it goes through until it ends; None for the model alone.
     `grammar`: what its samples are constrained to, compiled; None for nothing.
+    `images`: of the prompt, until the request has ended; None without any.
     """
 
     __slots__ = (
-        "adapter", "end_ids", "error", "events", "grammar", "max_new_tokens", "ordinal", "params", "progress", "prompt",
-        "request_id",
+        "adapter", "end_ids", "error", "events", "grammar", "images", "max_new_tokens", "ordinal", "params", "progress",
+        "prompt", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +68,7 @@ class Shared:
         eos_token_ids: tuple[int, ...],
         adapter: Adapter | None,
         grammar: Grammar | None,
+        images: PromptImages | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -75,6 +78,7 @@ class Shared:
         self.end_ids = frozenset((*(() if params.ignore_eos else eos_token_ids), *params.stop_ids))
         self.adapter = adapter
         self.grammar = grammar
+        self.images = images
         self.events = [RequestEvent("added", time.monotonic())]
         self.progress = Progress(unfinished=params.n)
         self.error: Exception | None = None

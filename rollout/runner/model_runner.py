@@ -29,6 +29,8 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.engine.step_plan import PromptLogprobs, StepInFlight, StepPlan, StepResult
 from samebit.rollout.memory.shape import Memory, MemoryShape
 from samebit.rollout.runner.forward import forward_for
+from samebit.rollout.runner.images.features import ImageFeatures
+from samebit.rollout.runner.images.rows import Failed, image_rows
 from samebit.rollout.runner.likely_tokens import most_likely
 from samebit.rollout.runner.sampler import Draws, Sampler
 from samebit.rollout.runner.step_inputs import Ints, PromptPiece, step_inputs
@@ -47,6 +49,8 @@ class ModelRunner:
         self.kept_terms = KeptTerms()
         self.memory: Memory | None = None
         self.forward = forward_for(model.get_parameter("lm_head.weight"), config)
+        self.images = ImageFeatures(model)
+        self.image_counters = self.images.counters
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
 
@@ -62,13 +66,16 @@ class ModelRunner:
 
     def release_cache(self) -> None:
         self.forward.forget_memory()
+        self.images.forget()
         self.memory = None
 
     def forget_weights(self) -> None:
         self.kept_terms.forget()
+        self.images.forget()
 
     def forget_sequences(self) -> None:
         self.sampler.forget_sequences()
+        self.images.forget()
 
     def wait_for_writes(self) -> None:
         if self.shape.device.type == "cuda":
@@ -98,6 +105,10 @@ class ModelRunner:
             drawn = before.draws.tokens
         inputs = step_inputs(plan, block_tables, self.memory, self.sampler)
         began = time.perf_counter()
+        failed: Failed = []
+        if plan.has_images:
+            images, failed = image_rows(plan.items, inputs.context.positions.numpy(), self.images)
+            inputs = inputs if images is None else inputs.with_images(images)
         if plan.copies:
             self._copy_blocks(self.memory, plan.copies)
         if self.memory.states is not None:
@@ -107,7 +118,7 @@ class ModelRunner:
         forwarded = time.perf_counter()
         count = inputs.num_sampling_rows
         draws = self.sampler.sample(found.logits[:count], inputs.sequences, inputs.positions, found.draws)
-        step = ModelStep(self, draws, _prompt_logprobs(found.logits[count:], inputs.pieces))
+        step = ModelStep(self, draws, _prompt_logprobs(found.logits[count:], inputs.pieces), failed)
         self.forward_seconds += forwarded - began
         self.sampler_seconds += time.perf_counter() - forwarded
         return step
@@ -128,12 +139,14 @@ class ModelStep:
     runner: ModelRunner
     draws: Draws
     prompt_logprobs: list[PromptLogprobs]
+    failed: Failed
 
     def result(self) -> StepResult:
         """Return its outcome; wait for the device."""
         began = time.perf_counter()
         result = self.draws.result()
         result.prompt_logprobs = self.prompt_logprobs
+        result.failed = self.failed
         self.runner.sampler_seconds += time.perf_counter() - began
         return result
 

@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
@@ -18,6 +18,7 @@ import torch
 
 from samebit.kernels.layout.call_rows import StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.images.image_rows import ImageRows
 from samebit.kernels.layout.lora.adapters import KeptTerms, RowAdapters
 from samebit.kernels.ops.dispatch import lay_out
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
@@ -70,6 +71,10 @@ class StepInputs:
             positions=np.zeros(0, np.int64),
             draws=NO_DRAWS, pieces=[],
         )  # fmt: skip
+
+    def with_images(self, images: ImageRows) -> StepInputs:
+        """Return the inputs of a step some of whose rows stand for images."""
+        return replace(self, context=replace(self.context, images=images))
 
     @property
     def all_rows_sample(self) -> bool:

@@ -28,7 +28,7 @@ from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.drafts.drafter import Drafter
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
+from samebit.rollout.engine.step_plan import ImageCounters, PromptLogprobs, ScheduledSequence, StepPlan, StepResult
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -113,6 +113,7 @@ class FakeRunner:
         self.entered = threading.Event()
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
+        self.image_counters = ImageCounters()
 
     def allocate_cache(self, num_blocks: int) -> None:
         assert self.pages is None, "allocated twice"

@@ -8,6 +8,7 @@ from typing import Protocol
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.outputs import StreamChunk
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import Handle, LocalWorker
 
@@ -42,7 +43,7 @@ class ServedWorker(LocalWorker, Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def submit(
-        self, prompt: list[int], params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: GivenPrompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> ServedHandle: ...
 
     def after_steps(self, listener: Callable[[], None]) -> None: ...

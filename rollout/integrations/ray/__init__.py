@@ -7,8 +7,8 @@ worker.receive_weights(policy)  # through shared memory
 The way through: `client` is the caller's side, `actor` the side of the worker, `calls` waits for one from the other,
 `handle` stands for what runs there, `order` keeps the order of what is submitted; `fleet` makes actors a fleet's
 replicas, if there is `room`; `local` connects a server to Ray, `serve` puts it behind Ray Serve. Imports `worker` and
-its callers' parts, `fleet`, `keys`, `publishing`, `adapters`, `control`, `integrations.http`, `samebit.weight_sync`,
-and of `samebit.kernels` only the setup of threads.
+its callers' parts, `requests`, `fleet`, `keys`, `publishing`, `adapters`, `control`, `integrations.http`,
+`samebit.weight_sync`, and of `samebit.kernels` only the setup of threads.
 """
 
 try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +35,7 @@ from samebit.rollout.integrations.ray.calls import wait_for
 from samebit.rollout.integrations.ray.handle import RayCall, RayRequestHandle
 from samebit.rollout.integrations.ray.order import Submissions
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.prompt_with_images import GivenPrompt, refuse_images
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import UpdateOptions, checked_state_dict
 from samebit.weight_sync import (
@@ -123,7 +124,7 @@ class RayWorker(Closing):
     # -- requests ----------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Sample from each prompt and wait; an interrupt (Ctrl-C) of the wait aborts its requests."""
         call = self._generate(prompts, params)
@@ -134,17 +135,18 @@ class RayWorker(Closing):
             raise
 
     async def generate_async(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Do as `generate` for asyncio; cancelling it aborts its requests."""
         return await self._generate(prompts, params).result_async()
 
     def submit(
-        self, prompt: list[int], params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: GivenPrompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> RayRequestHandle:
         """Queue one prompt, after those that were submitted here before. What is wrong with it is raised by the
-        handle's `result`.
+        handle's `result`; images, which no actor takes, here.
         """
+        refuse_images([prompt])
         ticket = uuid.uuid4().hex
         name = f"request-{ticket}" if request_id is None else request_id
         run = self.actor.run_in_turn
@@ -155,10 +157,11 @@ class RayWorker(Closing):
         return handle
 
     def submit_all(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RayRequestHandle]:
         """Submit each prompt, in this order; a bad one does not keep the rest from being queued."""
         prompts, each, _ = paired(prompts, params)
+        refuse_images(prompts)
         return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -168,8 +171,9 @@ class RayWorker(Closing):
         wait_for(self.actor.abort.remote(ids, tickets))
 
     def _generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
+        self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None
     ) -> RayCall[list[RequestOutput]]:
+        refuse_images(prompts if isinstance(prompts, list | tuple) else ())
         ticket = uuid.uuid4().hex
         generate = self.actor.generate_in_turn
         reference = self._submissions.send(lambda place: generate.remote(place, prompts, params, ticket))

@@ -13,7 +13,7 @@ from samebit.rollout.requests.request import KVHistory, Request, Schedule, Seque
 from samebit.rollout.requests.shared import Shared
 
 READ = {
-    Request: {"prompt", "prompt_digests", "params", "adapter_number", "sequences"},
+    Request: {"prompt", "prompt_digests", "params", "adapter_number", "images", "sequences"},
     Shared: {"error"},
     Sequence: {
         "shared",
