@@ -26,7 +26,12 @@ from samebit.rollout.integrations.trl.agreement import Agreement
 from samebit.rollout.integrations.trl.async_rollouts import MIXED, VERSION, InProcessRollouts, SharedModule, StandStill
 from samebit.rollout.integrations.trl.fused_forward import give_scores
 from samebit.rollout.integrations.trl.on_cpu import without_peak_flops
-from samebit.rollout.integrations.trl.refusals import check_arguments, check_model, check_served_nowhere
+from samebit.rollout.integrations.trl.refusals import (
+    check_arguments,
+    check_model,
+    check_served_nowhere,
+    check_text_alone,
+)
 from samebit.rollout.integrations.trl.sampling import sampling_params
 from samebit.rollout.worker import RolloutWorker
 
@@ -69,6 +74,7 @@ class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
         taken = [name for name in ("rollout_worker", "weight_transfer") if options.get(name) is not None]
         if taken:
             raise ValueError(f"{' and '.join(taken)}: samebit brings its own")
+        check_text_alone(train_dataset, [*more, *options.values()])
         if args is not None:
             check_arguments(args)
             check_served_nowhere(args)

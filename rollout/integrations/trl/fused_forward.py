@@ -97,15 +97,28 @@ class _Scorer:
         labels: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         with_entropy: bool = True,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        mm_token_type_ids: torch.Tensor | None = None,
         **rest: Any,
     ) -> Scores:
         """Score padded rows ``[B, T]``; returns ``[B, T - 1]``, as TRL's own head, entropies too unless they are not
-        wanted."""
+        wanted. What is of images is as `token_logprobs` takes it."""
         _refuse(rest)
+        if image_grid_thw is not None and not len(image_grid_thw):  # of a batch with images, a part without
+            pixel_values = image_grid_thw = None
         wanted = labels[:, 1:] != IGNORED
         if not torch.equal(labels[:, 1:][wanted], input_ids[:, 1:][wanted]):
             raise ValueError("labels other than the tokens of input_ids can not be scored")
-        return self._scores(input_ids, wanted, with_entropy, attention_mask=attention_mask)
+        return self._scores(
+            input_ids,
+            wanted,
+            with_entropy,
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+        )
 
     def of_tree(
         self, *, input_ids: torch.Tensor, shift_labels: torch.Tensor, position_ids: torch.Tensor, **rest: Any
@@ -123,7 +136,7 @@ class _Scorer:
         return Scores(log_probs=placed(scores.log_probs), entropy=placed(scores.entropy))
 
     def _scores(
-        self, input_ids: torch.Tensor, wanted: torch.Tensor, with_entropy: bool, **layout: torch.Tensor | None
+        self, input_ids: torch.Tensor, wanted: torch.Tensor, with_entropy: bool, **given: torch.Tensor | None
     ) -> Scores:
         return token_scores(
             self._model,
@@ -132,7 +145,7 @@ class _Scorer:
             wanted=wanted,
             with_entropy=with_entropy,
             forward=self._forward,
-            **layout,
+            **given,
         )
 
 
@@ -144,4 +157,4 @@ def _refuse(inputs: dict[str, Any]) -> None:
     """
     given = [name for name, value in inputs.items() if value is not None]
     if given:
-        raise ValueError(f"samebit scores text, and has no use for {', '.join(given)}")
+        raise ValueError(f"samebit scores text and images, and has no use for {', '.join(given)}")

@@ -7,7 +7,7 @@ by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import ProcessorMixin
 from transformers.training_args import OptimizerNames
 
+from samebit.kernels.binding.binding import Binding
 from samebit.rollout.integrations.trl.sampling import REGEX
 from samebit.weight_sync.manifest import float32_names
 
@@ -37,6 +38,9 @@ _REFUSED = {
     "neftune_noise_alpha": "the trainer's embeddings would not be the rollout's",
 }
 """Lists options that are refused where they are set, and why."""
+
+_COLUMNS = ("image", "images")
+"""Names the columns in which TRL looks for images."""
 
 _BF16 = ("bf16=True, TRL's default", "pass bf16=False")
 _BF16_OF_LAUNCHER = (
@@ -92,8 +96,26 @@ def check_served_nowhere(args: Any) -> None:
     _raise_if(found)
 
 
+def check_text_alone(dataset: Any, options: Iterable[object]) -> None:
+    """Raise for images of which AsyncGRPO would not hear.
+
+    Args:
+        dataset: a `Dataset` or `IterableDataset`, or None; one that does not know its columns is not looked at.
+        options: other arguments of the trainer, a processor maybe among them.
+
+    Raises:
+        ValueError: columns of images, a processor, by name.
+    """
+    columns = () if dataset is None else dataset.column_names or ()
+    found = [
+        f"the column {name!r} of train_dataset (AsyncGRPO is of text alone)" for name in _COLUMNS if name in columns
+    ]
+    found += [_of_processor(one, "AsyncGRPO is of text alone") for one in options if isinstance(one, ProcessorMixin)]
+    _raise_if(found)
+
+
 def check_model(trainer: Any, model: nn.Module) -> None:
-    """Raise for a model, tokenizer or number of processes that samebit can not serve to a trainer.
+    """Raise for a model, device or number of processes that samebit can not serve to a trainer.
 
     Args:
         trainer: TRL's, built.
@@ -125,14 +147,33 @@ def check_model(trainer: Any, model: nn.Module) -> None:
         found.append(f"{trainer.accelerator.num_processes} processes (one)")
     if trainer.accelerator.device.type != "cpu":
         found.append(f"the device {trainer.accelerator.device} (TRL was run on the CPU alone: use_cpu=True)")
-    if isinstance(trainer.processing_class, ProcessorMixin):
-        found.append(
-            f"processing_class={type(trainer.processing_class).__name__} (text alone: pass the tokenizer, "
-            "AutoTokenizer.from_pretrained(...))"
-        )
     if trainer.aux_loss_enabled:
         found.append("the loss that balances a router's experts (pass router_aux_loss_coef=0.0)")
     _raise_if(found)
+
+
+def check_processor(processing_class: Any, binding: Binding) -> None:
+    """Raise for a processor of images where none are computed, or where TRL would misplace their tokens.
+
+    Args:
+        processing_class: the trainer's.
+        binding: of its model.
+
+    Raises:
+        ValueError: why, by name.
+    """
+    if not isinstance(processing_class, ProcessorMixin):
+        return
+    if binding.images is None:
+        _raise_if([_of_processor(processing_class, f"this model computes text alone{binding.why_no_images}")])
+    side = processing_class.tokenizer.padding_side
+    if side != "left":
+        _raise_if([f"padding_side={side!r} of the processor's tokenizer (left, where TRL pads prompts)"])
+
+
+def _of_processor(processor: ProcessorMixin, why: str) -> str:
+    name = type(processor).__name__
+    return f"processing_class={name} ({why}: pass the tokenizer, AutoTokenizer.from_pretrained(...))"
 
 
 def _raise_if(found: list[str]) -> None:

@@ -12,13 +12,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
+from samebit.rollout.requests.prompt_with_images import GivenPrompt, PromptWithImages
 from samebit.rollout.requests.stopping import known_end_tokens
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.structured_outputs.params import StructuredOutputsParams
@@ -35,6 +36,12 @@ no place: `stop` would cut the text, which TRL decodes by itself."""
 EXTRA = tuple(one.name for one in fields(SamplingParams) if one.name not in (*_SET_HERE, *_OF_NO_USE))
 """Lists what `generation_kwargs` may hold."""
 
+_OF_IMAGES = ("pixel_values", "image_grid_thw")
+_OF_OTHER_MEDIA = ("pixel_values_videos", "video_grid_thw", "input_features")
+"""List what a processor makes of images, and what of others."""
+
+_NEVER = -1e30
+"""Is added to the logit of a token that is not to be sampled: its probability is 0 behind it, whatever the others'."""
 
 REGEX = "vllm_structured_outputs_regex"
 """Names the option of TRL that constrains a completion; it is the one of vLLM's that says what is sampled."""
@@ -83,8 +90,62 @@ def fitting(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
+def without(params: SamplingParams, tokens: Iterable[int]) -> SamplingParams:
+    """Return the same, under which none of these tokens is sampled."""
+    bias = dict.fromkeys(tokens, _NEVER)
+    return replace(params, logit_bias={**(params.logit_bias or {}), **bias}) if bias else params
+
+
+def as_tensors(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor has made, that of images as tensors: without ``return_tensors`` some give arrays, which
+    TRL can not split by prompts."""
+    return {
+        name: torch.as_tensor(np.asarray(one)) if name in _OF_IMAGES and not isinstance(one, torch.Tensor) else one
+        for name, one in fields.items()
+    }
+
+
+def with_images(
+    prompt_ids: Sequence[list[int]], images: Sequence[Sequence[object] | None] | None, fields: Mapping[str, Any]
+) -> list[GivenPrompt]:
+    """Return prompts as a worker takes them, each with its images.
+
+    Args:
+        prompt_ids: of each prompt.
+        images: of each prompt, of which only the count is read; None where no prompt has any.
+        fields: what the processor has made of all of them, in their order (`as_tensors`): TRL's `multimodal_fields`.
+
+    Raises:
+        ValueError: videos or audio; images of which no `pixel_values` and `image_grid_thw` were made.
+    """
+    others = [name for name in _OF_OTHER_MEDIA if fields.get(name) is not None]
+    if others:
+        raise ValueError(f"samebit under TRL does not go with {' and '.join(others)}: prompts hold text and images")
+    counts = [len(own or ()) for own in images or ()]
+    if not any(counts):
+        return list(prompt_ids)
+    missing = [name for name in _OF_IMAGES if fields.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"the prompts have {sum(counts)} images, of which the processing_class has made no "
+            f"{' and no '.join(missing)}: pass the model's processor, AutoProcessor.from_pretrained(...)"
+        )
+    pixels, grids = (fields[name] for name in _OF_IMAGES)
+    grids_of = grids.split(counts)
+    pixels_of = pixels.split([int(own.prod(-1).sum()) for own in grids_of])
+    return [
+        PromptWithImages(ids, patches, own) if count else ids
+        for ids, patches, own, count in zip(prompt_ids, pixels_of, grids_of, counts, strict=True)
+    ]
+
+
+def token_ids_of(prompt: GivenPrompt) -> list[int]:
+    """Return the token ids of a prompt, placeholders of images among them."""
+    return prompt.token_ids if isinstance(prompt, PromptWithImages) else prompt
+
+
 def sampled(
-    worker: RolloutWorker, prompts: Sequence[list[int]], params: SamplingParams
+    worker: RolloutWorker, prompts: Sequence[GivenPrompt], params: SamplingParams
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Sample once for each prompt; neighbours that are equal are samples of one request.
 
@@ -92,18 +153,34 @@ def sampled(
         the tokens of each prompt's sample, and their log-probabilities.
 
     Raises:
-        RequestError: a prompt behind which no token fits.
+        RequestError: a prompt behind which no token fits, or images that are not those of its placeholders.
     """
-    groups = [(list(prompt), len(list(equal))) for prompt, equal in groupby(prompts)]
+    groups = _groups(prompts)
     length = worker.limits.max_model_len
     seeds = _seeds(worker, params, len(groups))
     each = [
-        replace(fitting(params, length - len(prompt)), n=count, seed=seed)
+        replace(fitting(params, length - len(token_ids_of(prompt))), n=count, seed=seed)
         for (prompt, count), seed in zip(groups, seeds, strict=True)
     ]
     outputs = worker.generate([prompt for prompt, _ in groups], each)
     samples = [sample for output in outputs for sample in output.samples]
     return [sample.token_ids for sample in samples], [sample.logprobs for sample in samples]
+
+
+def _groups(prompts: Sequence[GivenPrompt]) -> list[tuple[GivenPrompt, int]]:
+    """Return each run of equal neighbours as one, and their count."""
+    found: list[tuple[GivenPrompt, int]] = []
+    for prompt in prompts:
+        prompt, count = found.pop() if found and _are_equal(found[-1][0], prompt) else (prompt, 0)
+        found.append((prompt, count + 1))
+    return found
+
+
+def _are_equal(one: GivenPrompt, other: GivenPrompt) -> bool:
+    if isinstance(one, PromptWithImages) and isinstance(other, PromptWithImages):
+        grids, pixels = (one.image_grid_thw, other.image_grid_thw), (one.pixel_values, other.pixel_values)
+        return one.token_ids == other.token_ids and torch.equal(*grids) and torch.equal(*pixels)
+    return one == other
 
 
 def _seeds(worker: RolloutWorker, params: SamplingParams, count: int) -> list[int]:

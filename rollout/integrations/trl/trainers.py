@@ -26,13 +26,21 @@ import trl
 from torch import nn
 from torch.utils.data import Sampler
 
-from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.binding import Binding, binding_of
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.integrations.trl.agreement import Agreement
 from samebit.rollout.integrations.trl.fused_forward import give_scores, own_forward
-from samebit.rollout.integrations.trl.refusals import check_arguments, check_model
-from samebit.rollout.integrations.trl.sampling import sampled, sampling_params
+from samebit.rollout.integrations.trl.refusals import check_arguments, check_model, check_processor
+from samebit.rollout.integrations.trl.sampling import (
+    as_tensors,
+    sampled,
+    sampling_params,
+    token_ids_of,
+    with_images,
+    without,
+)
 from samebit.rollout.integrations.trl.updates import TellOfSteps, load_adapter_beside_others
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -87,20 +95,32 @@ class _SamebitRollouts(_Trainer):
         give_scores(self.model, before, self.temperature)
         if self.ref_model is not None:
             give_scores(self.accelerator.unwrap_model(self.ref_model), None, self.temperature)
+        binding = binding_of(self.model)
+        check_processor(self.processing_class, binding)
         self.agreement = Agreement()
-        self._params: SamplingParams = sampling_params(self.args, self.eos_token_ids, binding_of(self.model).vocab_size)
+        params = sampling_params(self.args, self.eos_token_ids, binding.vocab_size)
+        self._params: SamplingParams = without(params, self._tokens_of_answers(binding))
         config = RolloutConfig(seed=self.args.seed) if rollout_config is None else rollout_config
         self.worker = RolloutWorker(
             self.model,
             config=_whole_batch(config, rollout_config, self.args),
-            tokenizer=None if self._params.structured_outputs is None else self.processing_class,  # else TRL decodes
+            tokenizer=None if self._params.structured_outputs is None else self._tokenizer,  # else TRL decodes
         )
         self._computed: list[torch.Tensor] = []
         self._sampled: list[list[float]] = []
         self.add_callback(TellOfSteps(self.worker))
 
-    def _sample(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        token_ids, logprobs = sampled(self.worker, prompt_ids, self._params)
+    def _tokens_of_answers(self, binding: Binding) -> set[int]:
+        """Return the tokens that TRL takes for images wherever they stand behind a prompt."""
+        return set()
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], list[list[Any]] | None, dict[str, Any]]:
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        # TRL has None for a prompt without images beside others, which it gives to a processor that refuses it.
+        return prompt_ids, None if images is None else [own or [] for own in images], as_tensors(fields)
+
+    def _sample(self, prompts: list[GivenPrompt]) -> tuple[list[list[int]], list[list[float]]]:
+        token_ids, logprobs = sampled(self.worker, prompts, self._params)
         self._sampled = logprobs
         return token_ids, logprobs
 
@@ -154,14 +174,22 @@ class _SamebitRollouts(_Trainer):
 class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
     """Trains as TRL's `GRPOTrainer`, with exact rollouts; takes the same arguments, and `rollout_config`."""
 
+    def _tokens_of_answers(self, binding: Binding) -> set[int]:
+        if binding.images is None or not (self._is_vlm and self.tools):
+            return set()
+        # What a tool says may hold images, so behind one TRL takes any placeholder for theirs. It samples none either.
+        found = (binding.images.token_id, self._image_pad_token_id, self._video_pad_token_id)
+        return {token for token in found if token is not None}
+
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], *_given: Any, **options: Any
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *_given: Any, **options: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
+        prompts = with_images(prompt_ids, images, multimodal_fields)
         if "has_tool_images" not in options:
-            return self._sample(prompt_ids)
+            return self._sample(prompts)
         # TRL says so behind tools alone, and goes on without a turn that has no tokens.
-        fits = [len(prompt) < self.worker.limits.max_model_len for prompt in prompt_ids]
-        found = zip(*self._sample(list(compress(prompt_ids, fits))), strict=True)
+        fits = [len(token_ids_of(prompt)) < self.worker.limits.max_model_len for prompt in prompts]
+        found = zip(*self._sample(list(compress(prompts, fits))), strict=True)
         turns = [next(found) if one else ([], []) for one in fits]
         return [token_ids for token_ids, _ in turns], [logprobs for _, logprobs in turns]
 
@@ -179,8 +207,10 @@ class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
 class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
     """Trains as TRL's `RLOOTrainer`, with exact rollouts; takes the same arguments, and `rollout_config`."""
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_given: Any, **_options: Any) -> list[list[int]]:
-        return self._sample(prompt_ids)[0]
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any]
+    ) -> list[list[int]]:
+        return self._sample(with_images(prompt_ids, images, multimodal_fields))[0]
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         mask = output["completion_mask"].bool()
