@@ -21,6 +21,7 @@ from samebit.benchmarks import (
     gpu,
     gpu_experts,
     hybrid,
+    images,
     latent,
     lora,
     lora_step,
@@ -536,6 +537,19 @@ def test_fleet_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     many = fleet.many(1600)
     assert many["requests_64_replicas"].value == 1600
     assert many["shadow_blocks_64_replicas"].value > 0
+
+
+@long
+def test_image_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 40, "num_heads": 2, "intermediate_size": 30, "depth": 2, "fullatt_block_indexes": [1]}
+    monkeypatch.setattr(images, "VISION", {**images.VISION, **small})
+    sizes = images.Sizes(grid=(4, 6), prompts=2, samples=2, text=5, new_tokens=3, rounds=1)
+    metrics = images.measure(sizes, alternate.Calibration(size=8))
+    assert set(metrics) == {
+        f"{name}_{dtype}"
+        for name in ("tower_over_hf", "tower_backward_over_hf", "tower_ms", "ratio_vs_hf_generate")
+        for dtype in ("fp32", "bf16")
+    }
 
 
 @long
