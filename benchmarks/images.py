@@ -23,8 +23,8 @@ from samebit.benchmarks.workloads import models
 from samebit.kernels import bind
 from samebit.rollout import PromptWithImages, RolloutConfig, RolloutWorker, SamplingParams
 
-IMAGE = 2047
-"""The placeholder: the last of the vocabulary."""
+IMAGE, BEGIN = 2047, 2046
+"""The placeholder, and what stands before an image, by which generate counts them: the last of the vocabulary."""
 
 VISION: dict[str, Any] = {
     **{"hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "patch_size": 14},
@@ -57,7 +57,10 @@ def build(dtype: torch.dtype) -> PreTrainedModel:
     """Build a model with that tower."""
     torch.manual_seed(0)
     vision = {**VISION, "out_hidden_size": TEXT["hidden_size"]}
-    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=True)
+    config = Qwen2_5_VLConfig(
+        text_config=TEXT, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=BEGIN,
+        tie_word_embeddings=True,
+    )  # fmt: skip
     return Qwen2_5_VLForConditionalGeneration(config).to(dtype).eval()
 
 
@@ -93,7 +96,7 @@ def towers(theirs: Any, ours: Any, sizes: Sizes) -> dict[str, Turn]:
 def rollouts(theirs: Any, worker: RolloutWorker, sizes: Sizes) -> dict[str, Turn]:
     """Return the turns of a worker and of generate: new prompts each round, with an image each, and samples of all."""
     height, width = sizes.grid
-    tokens = [*range(3, 3 + sizes.text), *[IMAGE] * (height * width // 4), 5, 6, 7]
+    tokens = [*range(3, 3 + sizes.text), BEGIN, *[IMAGE] * (height * width // 4), 5, 6, 7]
     params = SamplingParams(n=sizes.samples, max_tokens=sizes.new_tokens, ignore_eos=True)
 
     def samebit(number: int) -> float:
