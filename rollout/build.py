@@ -20,6 +20,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.kernels.binding.families.known import CLASSES_WITH_IMAGES
 from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.kernels.layout.images.image_layout import ImageLayout
 from samebit.rollout.adapters.base import Base
@@ -33,6 +34,7 @@ from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.drafts.drafter import Drafter, DraftOptions
 from samebit.rollout.engine.draft_model import DraftModel
 from samebit.rollout.engine.engine import Engine
+from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
 from samebit.rollout.models.draft import load_draft_model
 from samebit.rollout.models.loading import LoadedModel, load_model, naming
@@ -91,7 +93,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         tokenizer = base.tokenizer()  # before the weights, which take longer to read
     loaded = load_model(base.model, replace(config, revision=base.revision))
     with naming(model):
-        _bind(loaded.module, config.exact)
+        _bind(loaded.module, config)
     with torch.device("cpu"), torch.cuda.device_of(loaded.module.get_parameter("lm_head.weight")):
         return _assembled(loaded, base, config, tokenizer)
 
@@ -204,13 +206,23 @@ def _adapters(module: nn.Module, folder: Path | None) -> AdapterRegistry:
     return registry
 
 
-def _bind(module: nn.Module, exact: bool) -> None:
-    """Bind the module; one that the trainer has bound keeps the SSM chunk that is recorded on it."""
+def _bind(module: nn.Module, config: RolloutConfig) -> None:
+    """Bind the module; one that the trainer has bound keeps the SSM chunk that is recorded on it.
+
+    Raises:
+        ModelLoadError: images were asked for, and it computes text alone.
+    """
     recorded = binding_of(module).ssm_chunk if is_bound(module) else None
     if recorded is None:
-        bind(module, exact=exact)
+        bind(module, exact=config.exact)
     else:
-        bind(module, ssm_chunk=recorded, exact=exact)
+        bind(module, ssm_chunk=recorded, exact=config.exact)
+    binding = binding_of(module)
+    if config.images and binding.images is None:
+        raise ModelLoadError(
+            f"images=True, and this {type(module).__name__} computes text alone{binding.why_no_images}; allowed: "
+            f"False, or a {', '.join(CLASSES_WITH_IMAGES)} whose vision is bound"
+        )
 
 
 def _check_threads(num_threads: int | None) -> None:

@@ -54,6 +54,7 @@ _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(
         ("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "self_test", "exact"), as_bool
     ),
+    "images": as_bool,
 }
 """Holds the converters that take a field's value as Python's own."""
 
@@ -103,6 +104,8 @@ class RolloutConfig:
         branch. Refused for a folder or a module.
     digest_key: the secret that cached blocks are named with; None for a new one. The workers of a fleet have one key,
         so that its router knows what each has cached. It shows in no repr, and is pickled only to start a replica.
+    images: a folder with vision is loaded as the whole model, which takes images, and not as its text model; on the
+        CPU. A module takes images if it can, with False too; True refuses one that can not.
     dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8) as bfloat16; or in the model's
         dtype where the worker is built with `dtype`, or an update says `cast=True`. They are refused otherwise.
     self_test: compare rows of the model, by every way to compute them, before the worker starts (seconds; where that
@@ -136,6 +139,7 @@ class RolloutConfig:
     seed: int = 0
     while_asleep: str = "raise"
     revision: str | None = None
+    images: bool = False
     dequantize: bool = False
     self_test: bool | None = None
     digest_key: DigestKey | None = field(default=None, repr=False)
@@ -150,6 +154,10 @@ class RolloutConfig:
         self._check_drafts()
         self._check_state_cache()
         self._check_digest_key()
+        if self.images and self.device != "cpu":
+            raise ValueError(
+                f"images=True needs device='cpu', got {shown(self.device)}: no GPU has run vision's kernels"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device here; allowed: 'cpu'")
         self.torch_dtype()
@@ -281,6 +289,7 @@ class RolloutConfig:
         check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         check_one_of("while_asleep", self.while_asleep, WHILE_ASLEEP)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("images", self.images)
         check_bool("dequantize", self.dequantize)
         check_bool("exact", self.exact)
         check_bool("enforce_eager", self.enforce_eager)

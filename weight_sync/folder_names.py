@@ -15,8 +15,8 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -214,6 +214,12 @@ class FolderNames:
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor that has no place may be left out."""
         return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def leaving_out_none_of(self, own: Iterable[str]) -> FolderNames:
+        """Return what is known where nothing may be left out that is like one of a module's own tensors."""
+        names = list(own)
+        kept = (one for one in self.ignored if not any(re.search(one, name) for name in names))
+        return replace(self, ignored=tuple(kept))
 
     def computes_images_with(self, name: str) -> bool:
         """Tell whether a tensor is one that images go through, and no text."""

@@ -32,6 +32,7 @@ from samebit.rollout.checks import as_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
+from samebit.rollout.models.kinds import ModelKind
 from samebit.rollout.models.own_reading import holds_other_tensors, read_folder
 from samebit.rollout.models.text_config import read_text_config
 from samebit.rollout.requests.stopping import as_token_ids
@@ -129,8 +130,9 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no weights (*.safetensors; pickled weights are not read)")
     with _READING:
-        if holds_other_tensors(folder):
-            module = read_folder(folder, config.torch_dtype(), dequantize=config.dequantize)
+        kind = ModelKind.of(config.images)
+        if holds_other_tensors(folder, kind):
+            module = read_folder(folder, kind, config.torch_dtype(), dequantize=config.dequantize)
         else:
             module = _from_pretrained(folder, config.torch_dtype() or "auto")
     cast(nn.Module, module).to(config.device)

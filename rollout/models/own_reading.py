@@ -1,40 +1,43 @@
 """Build a model from its folder without transformers' reading: the weights go straight to where they belong.
 
 For folders that do not hold the model's tensors as they are: each expert apart, quantized, or with vision around the
-text model, whose names transformers does not know then. transformers would put a layer together in memory first, take
+text model, whose names transformers does not know then; and for models that compute images, of whose vision nothing
+may be missing. transformers would put a layer together in memory first, take
 experts numbered 0, 1, 3, 4 for four in a row, and not name a piece that is missing. And for those of models whose
 routers have corrections, which transformers rounds in some (Kimi-Linear).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from samebit.kernels.binding.experts.plan import CORRECTIONS
-from samebit.rollout.models.text_config import read_text_config
-from samebit.weight_sync import Manifest, TensorSpec, apply_weights, open_source
-from samebit.weight_sync.manifest import float32_names, live_tensors
+from samebit.rollout.models.kinds import ModelKind
+from samebit.weight_sync import Manifest, TensorSpec, open_source
+from samebit.weight_sync.manifest import UpdateTerms, float32_names, live_tensors
+from samebit.weight_sync.opened_update import open_update
 from samebit.weight_sync.quantized import quantization_of
 
 
-def holds_other_tensors(folder: Path) -> bool:
+def holds_other_tensors(folder: Path, kind: ModelKind) -> bool:
     """Tell whether the folder holds its model's tensors in parts, or quantized, or with vision around them, or
-    corrections of routers."""
-    if quantization_of(folder) is not None:
+    corrections of routers; or the tensors of vision are the model's."""
+    if kind.whole or quantization_of(folder) is not None:
         return True
-    manifest = _manifest(_config(folder))
+    manifest = _manifest(_config(folder, kind), kind)
     places = {name: place for name in _stored(folder) if (place := manifest.place(name)) is not None}
     inside = manifest.names.with_vision and any(place.name != name for name, place in places.items())
     return inside or any(place.expert is not None or place.name.endswith(CORRECTIONS) for place in places.values())
 
 
-def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) -> PreTrainedModel:
+def read_folder(folder: Path, kind: ModelKind, dtype: torch.dtype | None, *, dequantize: bool) -> PreTrainedModel:
     """Return the folder's model in `dtype`; None takes that of its config, or else of its files.
 
     Raises:
@@ -42,30 +45,39 @@ def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) ->
         WeightSourceError: a file that can not be read; quantized weights, unless `dequantize`.
         NonFiniteWeightError: NaN or infinity.
     """
-    config = _config(folder)
+    config = _config(folder, kind)
     config.dtype = dtype or config.dtype or _stored_dtype(folder)
-    config.tie_word_embeddings = config.tie_word_embeddings and not _holds_untied(folder, _manifest(config))
+    config.tie_word_embeddings = config.tie_word_embeddings and not _holds_untied(folder, _manifest(config, kind))
     with no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
+        module = kind.auto.from_config(config, dtype=config.dtype, trust_remote_code=False)
     module.tie_weights()
     _keep_float32(module)
-    apply_weights(module, folder, cast=True, dequantize=dequantize)
+    _fill(module, folder, UpdateTerms(cast=True, dequantize=dequantize), whole=kind.whole)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     model: PreTrainedModel = module.eval()
     return model
 
 
-def _config(folder: Path) -> Any:
+def _fill(module: nn.Module, folder: Path, terms: UpdateTerms, *, whole: bool) -> None:
+    """Write a folder's weights to a module. ``whole``: what text has no use for is the model's too."""
+    manifest = Manifest.of(module)
+    if whole:
+        manifest = replace(manifest, names=manifest.names.leaving_out_none_of(manifest.specs))
+    with open_update(folder, module, manifest, terms, version=0) as update:
+        update.write(module, version=0)
+
+
+def _config(folder: Path, kind: ModelKind) -> Any:
     """Return the folder's config without its quantization: the model is not quantized."""
-    config = read_text_config(folder)
+    config = kind.read_config(folder)
     vars(config).pop("quantization_config", None)
     return config
 
 
-def _manifest(config: Any) -> Manifest:
+def _manifest(config: Any, kind: ModelKind) -> Manifest:
     with torch.device("meta"):
-        return Manifest.of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        return Manifest.of(kind.auto.from_config(config, trust_remote_code=False))
 
 
 def _holds_untied(folder: Path, manifest: Manifest) -> bool:

@@ -48,7 +48,8 @@ class RequestLimits:
         if self.images is None:
             raise RequestError(
                 "the prompt has images, and this worker's model computes text alone; allowed: a module with vision "
-                "that is bound for images (docs/images.md), given as it is: a folder of one loads as its text model"
+                "that is bound for images (docs/images.md), or RolloutConfig(images=True) where it is a folder's or a "
+                "name's"
             )
         if self.device != "cpu":
             raise RequestError(f"the prompt has images, and the model is on {self.device!r}; allowed: on the CPU")

@@ -208,6 +208,25 @@ def test_a_ministral_as_published_loads_as_transformers_loads_it(dtype: str, tmp
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers keeps float8 on a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_whole_in_float8_loads_as_transformers_loads_it(dtype: str, tmp_path: Path) -> None:
+    """A whole model that computes images is published with its text in float8, and its vision plain."""
+    whole = make_wrapped("Qwen3").bfloat16()
+    plain = revert_weight_conversion(whole, values(whole))
+    stored = in_float8(whole, (), torch.bfloat16, "_scale_inv")
+    stored = {name: plain.get(name, value) if "visual." in name else value for name, value in stored.items()}
+    stored = {name: value for name, value in stored.items() if "visual." not in name or name in plain}
+    folder_of(tmp_path, whole, stored, {**STATIC, "modules_to_not_convert": ["lm_head", "model.visual"]})
+    expected = type(whole).from_pretrained(tmp_path, dtype=getattr(torch, dtype)).state_dict()
+    config = RolloutConfig(images=True, dequantize=True, dtype=dtype)
+    found = load_model(tmp_path, config).module.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    with pytest.raises(ModelLoadError, match="dequantize=True"):
+        load_model(tmp_path, RolloutConfig(images=True))
+
+
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_a_model_of_another_dtype_takes_quantized_weights_with_a_cast(
     kind: str, request: pytest.FixtureRequest

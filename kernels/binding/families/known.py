@@ -39,6 +39,13 @@ _WITH_VISION = (
 KNOWN_CLASSES = (*FAMILIES, *dict.fromkeys(family.whole_class for family in _WITH_VISION))
 """Lists the class names of all models that are bound, also of those with vision."""
 
+CLASSES_WITH_IMAGES = tuple(
+    dict.fromkeys(
+        family.whole_class for family in _WITH_VISION if family.wrapped is not None and family.wrapped.tower is not None
+    )
+)
+"""Lists those whose vision is bound too."""
+
 
 def family_of(model: nn.Module) -> Family | None:
     """Return the family of a causal language model by its class; of one with vision, that of the text model in it, of
