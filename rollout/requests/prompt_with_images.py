@@ -20,7 +20,7 @@ _OF_OTHER_MEDIA = ("pixel_values_videos", "video_grid_thw", "input_features", "i
 
 @dataclass(frozen=True, eq=False)
 class PromptWithImages:
-    """Holds a prompt some of whose tokens stand for images; a worker in this process takes it in place of token ids.
+    """Holds a prompt some of whose tokens stand for images; a worker takes it in place of token ids.
 
     token_ids: the prompt's, with a run of the model's placeholders for each image, as many as the image has tokens.
     pixel_values: ``[patches of all images, numbers of a patch]``, floating.
@@ -72,8 +72,8 @@ def refuse_images(prompts: Iterable[object]) -> None:
     """Raise `RequestError` if a prompt has images, where only ids are taken."""
     if any(isinstance(prompt, PromptWithImages) for prompt in prompts):
         raise RequestError(
-            "got a PromptWithImages, which a RolloutWorker in the caller's process takes, and no fleet, actor or "
-            "server; allowed here: a list of token ids"
+            "got a PromptWithImages, which a RolloutWorker and one in an actor of Ray take, and no fleet or server; "
+            "allowed here: a list of token ids"
         )
 
 

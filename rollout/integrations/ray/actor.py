@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.integrations.ray.order import Lines, Place
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 from samebit.weight_sync.transports.addresses import Sources
@@ -46,7 +48,7 @@ class RolloutActor(AsyncWorker):
         return (await self.build(lambda: RolloutWorker(model, config=config))).weight_version
 
     async def run_in_turn(
-        self, place: Place, prompt: list[int], params: SamplingParams | None, request_id: str, ticket: str
+        self, place: Place, prompt: GivenPrompt, params: SamplingParams | None, request_id: str, ticket: str
     ) -> RequestOutput:
         """Do as `run`, after what its client submitted before is queued."""
         async with self._lines.of(place.client).turn(place.number):
@@ -55,7 +57,11 @@ class RolloutActor(AsyncWorker):
         return output
 
     async def generate_in_turn(
-        self, place: Place, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None, ticket: str
+        self,
+        place: Place,
+        prompts: Sequence[GivenPrompt],
+        params: SamplingParams | list[SamplingParams] | None,
+        ticket: str,
     ) -> list[RequestOutput]:
         """Do as `generate`, after what its client submitted before is queued."""
         async with self._lines.of(place.client).turn(place.number):

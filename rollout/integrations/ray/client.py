@@ -35,7 +35,7 @@ from samebit.rollout.integrations.ray.calls import wait_for
 from samebit.rollout.integrations.ray.handle import RayCall, RayRequestHandle
 from samebit.rollout.integrations.ray.order import Submissions
 from samebit.rollout.outputs import RequestOutput
-from samebit.rollout.requests.prompt_with_images import GivenPrompt, refuse_images
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import UpdateOptions, checked_state_dict
 from samebit.weight_sync import (
@@ -144,9 +144,8 @@ class RayWorker(Closing):
         self, prompt: GivenPrompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> RayRequestHandle:
         """Queue one prompt, after those that were submitted here before. What is wrong with it is raised by the
-        handle's `result`; images, which no actor takes, here.
+        handle's `result`.
         """
-        refuse_images([prompt])
         ticket = uuid.uuid4().hex
         name = f"request-{ticket}" if request_id is None else request_id
         run = self.actor.run_in_turn
@@ -161,7 +160,6 @@ class RayWorker(Closing):
     ) -> list[RayRequestHandle]:
         """Submit each prompt, in this order; a bad one does not keep the rest from being queued."""
         prompts, each, _ = paired(prompts, params)
-        refuse_images(prompts)
         return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -173,7 +171,6 @@ class RayWorker(Closing):
     def _generate(
         self, prompts: Sequence[GivenPrompt], params: SamplingParams | list[SamplingParams] | None
     ) -> RayCall[list[RequestOutput]]:
-        refuse_images(prompts if isinstance(prompts, list | tuple) else ())
         ticket = uuid.uuid4().hex
         generate = self.actor.generate_in_turn
         reference = self._submissions.send(lambda place: generate.remote(place, prompts, params, ticket))

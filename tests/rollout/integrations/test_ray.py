@@ -27,6 +27,7 @@ from samebit.rollout import (  # noqa: E402
     AdapterError,
     ModelLoadError,
     NoTokenLeftError,
+    PromptWithImages,
     RequestError,
     RequestIdInUseError,
     RolloutConfig,
@@ -56,6 +57,7 @@ from samebit.weight_sync import (  # noqa: E402
 )
 from samebit.weight_sync.transports.addresses import Sources  # noqa: E402
 
+from ...exactness.images import make_model_with_images, with_images  # noqa: E402
 from ...forks import CLIENT  # noqa: E402
 from ...noted_stream import noted_stream  # noqa: E402
 from ...patience import HANG, wait_until  # noqa: E402
@@ -100,6 +102,30 @@ def serves(worker: RayWorker, weights: LlamaForCausalLM) -> bool:
     """Tell whether it generates what a worker on these weights does, bit for bit."""
     with RolloutWorker(weights, config=CONFIG) as here:
         return drawn(worker.generate(PROMPTS, seeded(5))) == drawn(here.generate(PROMPTS, seeded(5)))
+
+
+def test_prompts_with_images(cluster: None, tmp_path: Path) -> None:
+    """A whole model in an actor takes images in every call, large ones too, and a trainer's weights with the tower."""
+    trainer = make_model_with_images("Qwen2")
+    trainer.save_pretrained(tmp_path)
+    prompts: list[Any] = [[1, 2, 3]]
+    for sizes in ([(4, 6)], [(16, 20), (2, 2)]):
+        one = with_images(sizes, seed=3)
+        prompts.append(PromptWithImages(one.token_ids, one.pixel_values, one.image_grid_thw))
+    config = replace(CONFIG, images=True)
+    with RayWorker.start(tmp_path, config=config) as remote, RolloutWorker(trainer, config=config) as here:
+        for _ in range(2):
+            expected = here.generate(prompts, seeded(5))
+            assert drawn(remote.generate(prompts, seeded(5))) == drawn(expected)
+            assert drawn(asyncio.run(remote.generate_async(prompts, seeded(5)))) == drawn(expected)
+            handles = remote.submit_all(prompts, seeded(5))
+            assert drawn([handle.result(HANG) for handle in handles]) == drawn(expected)
+            with here.weight_update(), torch.no_grad():
+                trainer.get_parameter("model.visual.blocks.0.attn.qkv.weight").mul_(0.5)
+            remote.receive_weights(trainer)
+        wrong = replace(prompts[1], token_ids=[1])
+        with pytest.raises(RequestError, match="placeholders"):
+            remote.submit(wrong).result(HANG)
 
 
 def test_adapters_are_loaded_and_dropped(worker: RayWorker, local: RolloutWorker, tmp_path: Path) -> None:
