@@ -46,11 +46,13 @@ class KnownSegments:
     def of(self, bounds: torch.Tensor, device: torch.device) -> Segments:
         """Return the segments that begin and end at these rows ``[S + 1]``."""
         key = tuple(bounds.diff().tolist()), device
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
+            found = Segments.of(key[0], device)
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = Segments.of(key[0], device)
-        return self._known[key]
+                self._known.clear()  # a trainer's thread may do so while a worker's looks
+            self._known[key] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False)
