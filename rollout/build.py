@@ -20,7 +20,6 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
-from samebit.kernels.binding.families.known import CLASSES_WITH_IMAGES
 from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.kernels.layout.images.image_layout import ImageLayout
 from samebit.rollout.adapters.base import Base
@@ -34,9 +33,9 @@ from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.drafts.drafter import Drafter, DraftOptions
 from samebit.rollout.engine.draft_model import DraftModel
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
 from samebit.rollout.models.draft import load_draft_model
+from samebit.rollout.models.kinds import check_computes_images
 from samebit.rollout.models.loading import LoadedModel, load_model, naming
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.stopping import known_end_tokens
@@ -217,12 +216,8 @@ def _bind(module: nn.Module, config: RolloutConfig) -> None:
         bind(module, exact=config.exact)
     else:
         bind(module, ssm_chunk=recorded, exact=config.exact)
-    binding = binding_of(module)
-    if config.images and binding.images is None:
-        raise ModelLoadError(
-            f"images=True, and this {type(module).__name__} computes text alone{binding.why_no_images}; allowed: "
-            f"False, or a {', '.join(CLASSES_WITH_IMAGES)} whose vision is bound"
-        )
+    if config.images:
+        check_computes_images(module)
 
 
 def _check_threads(num_threads: int | None) -> None:

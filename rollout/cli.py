@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--ssm-chunk", type=_positive, metavar="N", help="grid of the states of a model with recurrent layers (64)"
     )
+    check.add_argument("--images", action="store_true", help="check the whole of a model with vision, and its images")
     bench = commands.add_parser(
         "bench",
         help="measure your model on your machine, or print what a sequence takes of memory",
@@ -180,6 +181,7 @@ def _check(arguments: argparse.Namespace) -> int:
         ssm_chunk=arguments.ssm_chunk,
         revision=arguments.revision,
         dequantize=arguments.dequantize,
+        images=arguments.images,
     )
     try:
         for row in found:

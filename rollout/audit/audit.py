@@ -26,6 +26,7 @@ from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.rollout.audit.choices import compare_routes, compare_selections
 from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
+from samebit.rollout.audit.images.rows import ImagesCheck, UnboundImages
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.recurrent_states import StatesCheck
 from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, of_transformers, packed
@@ -39,6 +40,7 @@ from samebit.rollout.audit.workers import (
     guesses_of,
 )
 from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
+from samebit.rollout.models.kinds import check_computes_images
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
@@ -90,12 +92,14 @@ def check_model(
     ssm_chunk: int | None = None,
     revision: str | None = None,
     dequantize: bool = False,
+    images: bool = False,
 ) -> Iterator[Row]:
     """Check a model on this device; a row at a time, as they are found.
 
     ``folder``: or a folder in peft's format, whose adapter is checked on its model; or a name of the hub, of which
         ``revision`` is a branch, tag or commit.
     ``new_tokens``: of each request, up to half of the model's length; None for 32, or that half where it is less.
+    ``images``: check the whole model, and prompts with images too.
     ``dequantize``: take weights that the folder holds quantized as bfloat16.
     ``ssm_chunk``: the grid of its states, for a model with recurrent layers; None for that of `bind`.
 
@@ -104,18 +108,23 @@ def check_model(
     """
     unlimited_len = max(UNLIMITED_LEN, 2 * (new_tokens or 0))
     base = Base.of(folder, revision)
-    config = RolloutConfig(dtype=dtype, device=device, revision=base.revision, dequantize=dequantize)
+    config = RolloutConfig(dtype=dtype, device=device, revision=base.revision, dequantize=dequantize, images=images)
     loaded = load_model(base.model, config, unlimited_len=unlimited_len)
     new_tokens = _new_tokens(new_tokens, loaded.max_model_len)
     with naming(folder):
         trained = None if base.adapter is None else TrainersAdapter.of(loaded.module, base.adapter)
         module = loaded.module if trained is None else trained.model
         unbound = _Unbound.of(module, seed)
+        with_images = UnboundImages.of(module, loaded.max_model_len, seed) if images else None
         model = bind(module) if ssm_chunk is None else bind(module, ssm_chunk=ssm_chunk)
+    if images:
+        check_computes_images(model)
     if ssm_chunk is not None and binding_of(model).ssm_chunk is None:
         raise ValueError(f"ssm_chunk={ssm_chunk}, but this model has no recurrent layers")
     check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed), loaded.max_model_len)
     yield unbound.row(model)
+    if with_images is not None:
+        yield with_images.row(model)
     yield Row("GEMM rows: any number of rows, any threads", *check_gemm_rows(model))
     yield from check.schedules()
     yield from check.temperatures()
@@ -123,6 +132,8 @@ def check_model(
     yield from check.layouts()
     yield from check.routing()
     yield from check.selections()
+    if with_images is not None:
+        yield from ImagesCheck(model, with_images.layout, new_tokens, loaded.max_model_len, seed).rows()
     yield from check.weights() if trained is None else check.adapters(trained)
     yield check.repeats()
 

@@ -33,6 +33,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightStream, apply_weights
+from samebit.weight_sync.folder_names import FolderNames
 
 CYCLES = 100
 STEPS = 50
@@ -222,7 +223,9 @@ class WeightsCheck:
 
     def _trained(self) -> list[nn.Parameter]:
         """Return what W2 trains of its weights: of a large model the first; from then on the others are frozen."""
-        every = [parameter for parameter in self._other.parameters() if parameter.requires_grad]
+        of_images = FolderNames.by_use(self._other).computes_images_with  # no gradient of text reaches these
+        named = self._other.named_parameters()
+        every = [parameter for name, parameter in named if parameter.requires_grad and not of_images(name)]
         sizes = accumulate(parameter.nbytes for parameter in every)
         count = max(1, sum(size <= TRAINED_BYTES for size in sizes))
         for parameter in every[count:]:

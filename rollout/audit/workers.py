@@ -52,6 +52,7 @@ def compared_config(model: nn.Module, **fields: Any) -> RolloutConfig:
     unless asked to: the check compares more, and says what differs.
     """
     device = device_of(model).type
+    images = device == "cpu" and binding_of(model).images is not None  # so that a folder of it loads as it is
     if device == "cuda" and "num_blocks" not in fields:
         fields["kv_cache_gb"] = POOL_GB
-    return RolloutConfig(**{"device": device, "self_test": False, **fields})
+    return RolloutConfig(**{"device": device, "self_test": False, "images": images, **fields})

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers import AutoModelForImageTextToText as AutoModelWithImages
 
+from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.families.inexact import DROPOUTS
 from samebit.kernels.binding.families.known import CLASSES_WITH_IMAGES
 from samebit.rollout.errors import ModelLoadError
@@ -55,6 +57,20 @@ def read_whole_config(folder: Path) -> Any:
                 setattr(part, name, 0.0)
     text.eos_token_id = vars(config).get("eos_token_id") or text.eos_token_id
     return config
+
+
+def check_computes_images(module: nn.Module) -> None:
+    """Check that a bound module, for which images were asked, computes them.
+
+    Raises:
+        ModelLoadError: it computes text alone; it says why.
+    """
+    binding = binding_of(module)
+    if binding.images is None:
+        raise ModelLoadError(
+            f"images=True, and this {type(module).__name__} computes text alone{binding.why_no_images}; allowed: "
+            f"False, or a {', '.join(CLASSES_WITH_IMAGES)} whose vision is bound"
+        )
 
 
 TEXT = ModelKind(read_text_config, AutoModelForCausalLM, whole=False)

@@ -17,13 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, token_logprobs
+from samebit.kernels import bind, image_features, token_logprobs
 from samebit.rollout import PromptWithImages, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.audit import audit
+from samebit.rollout.cli import main
 from samebit.rollout.errors import ModelLoadError, RequestError
+from samebit.rollout.runner.images import features
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
 
 from .compare import assert_matches_trainer
-from .families import DTYPES, make_model, make_wrapped, paired, token_ids
+from .families import CAMPAIGN, DTYPES, make_model, make_wrapped, paired, token_ids
 from .images import TOWERS, WithImages, joined, make_model_with_images, with_images
 from .lora import wake
 
@@ -248,3 +251,47 @@ def test_a_folder_of_an_adapter_loads_its_whole_model(tmp_path: Path) -> None:
     bind(trainer)
     with RolloutWorker(tmp_path / "adapter", config=WHOLE) as worker:
         check(worker, trainer)
+
+
+def without_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a check have no rows but those of images and the first two."""
+    for part in ("schedules", "temperatures", "prefix_cache", "layouts", "routing", "weights"):
+        monkeypatch.setattr(audit._Check, part, lambda self: iter(()))
+
+
+@pytest.mark.parametrize("name", tuple(TOWERS) if CAMPAIGN else ("Qwen2", "Qwen3_5Moe"))
+def test_a_check_of_a_whole_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check with images compares features and prompts with images. Under `make soak` all other rows pass too."""
+    if not CAMPAIGN:
+        without_other_rows(monkeypatch)
+    make_model_with_images(name).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path), "--tokens", "4", "--images", "--json"]) == 0, capsys.readouterr().out
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    found = [rows[one] for one in rows if one.startswith("images: ")]
+    assert len(found) == 8
+    assert all(row["tokens"] for row in found[1:])
+    if not name.endswith("Moe"):  # transformers' grouped products take no odd widths
+        assert 0 < found[0]["max_abs_diff"] < 1e-4, "beside transformers' own forward"
+
+
+def test_a_check_finds_features_that_are_not_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model_with_images("Qwen2").save_pretrained(tmp_path)
+    without_other_rows(monkeypatch)
+    monkeypatch.setattr(features, "image_features", lambda *given: image_features(*given) * 1.01)
+    rows = audit.check_model(tmp_path, new_tokens=4, images=True)
+    wrong = [row.name for row in rows if row.promised and row.differing]
+    assert wrong == [
+        "images: many requests at once, whole prefill",
+        "images: one request at a time",
+        "images: chunked prefill, 7 tokens a step",
+        "images: prefix cache, cold and warm",
+        "images: trainer: left padded",
+    ]
+
+
+def test_a_check_with_images_of_a_text_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("Qwen2").save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path), "--images"]) == 2
+    assert "holds a qwen2, which computes text alone" in capsys.readouterr().err
