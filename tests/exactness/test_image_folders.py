@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,27 +141,35 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("names", "tied"), [("older", True), ("older", False), ("newer", True)])
-def test_a_folder_as_published(names: str, tied: bool, tmp_path: Path) -> None:
-    """Published folders of Qwen2.5-VL have a flat config, and names from before transformers 4.52, or the module's own;
-    whether the head is tied, and which tokens end a text, the whole says."""
-    model = make_wrapped("Qwen2", tied=tied, around={"vision_config": TOWERS["Qwen2"], "image_token_id": 64})
+@pytest.mark.parametrize(("name", "tied"), [("Qwen2", True), ("Qwen2", False), ("Qwen3", True)])
+def test_a_folder_as_published(name: str, tied: bool, tmp_path: Path) -> None:
+    """Published folders of Qwen2.5-VL have a flat config and names from before transformers 4.52, those of Qwen3-VL
+    neither; whether the head is tied, and which tokens end a text, the whole says. Dropout is for those that train."""
+    older = name == "Qwen2"
+    model = make_wrapped(name, tied=tied, around={"vision_config": TOWERS[name], "image_token_id": 64})
     model.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text("{}")
     config = json.loads((tmp_path / "config.json").read_text())
-    text = config.pop("text_config")
+    config["eos_token_id"] = [2, 5]
+    del config["text_config"]["tie_word_embeddings"]
+    config["text_config"]["attention_dropout"] = 0.1
+    (tmp_path / "config.json").write_text(json.dumps(flat(config) if older else config))
+    rewritten(tmp_path, lambda _: named(model.state_dict(), older=older, tied=tied))
+    expected = type(model).from_pretrained(tmp_path)
+    with RolloutWorker(tmp_path, config=WHOLE) as worker:
+        assert_same_weights(worker.module, expected)
+        assert (worker.module.lm_head.weight is worker.module.model.language_model.embed_tokens.weight) is tied
+        assert worker.eos_token_ids == (2, 5)
+        assert worker.receive_weights(tmp_path, verify=True).changed == ()
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with the text model's keys beside those of the whole."""
+    text = config["text_config"]
     rope = text.pop("rope_parameters")
     turned = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    text.pop("tie_word_embeddings", None)
-    own = {**config, "rope_theta": rope["rope_theta"], "rope_scaling": turned, "eos_token_id": [2, 5]}
-    (tmp_path / "config.json").write_text(json.dumps({**text, **own}))
-    rewritten(tmp_path, lambda _: named(model.state_dict(), older=names == "older", tied=tied))
-    trainer = bind(type(model).from_pretrained(tmp_path))
-    with RolloutWorker(tmp_path, config=WHOLE) as worker:
-        assert_same_weights(worker.module, trainer)
-        assert (worker.module.lm_head.weight is worker.module.model.language_model.embed_tokens.weight) is tied
-        assert worker.module.config.get_text_config().eos_token_id == [2, 5]
-        assert worker.receive_weights(tmp_path, verify=True).changed == ()
+    own = {key: value for key, value in config.items() if key != "text_config"}
+    return {**text, **own, "rope_theta": rope["rope_theta"], "rope_scaling": turned}
 
 
 def named(state: dict[str, torch.Tensor], *, older: bool, tied: bool) -> dict[str, torch.Tensor]:
