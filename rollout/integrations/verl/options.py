@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp3
 WORKER_OPTIONS = (
     "block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads",
     "num_speculative_tokens", "prompt_lookup_min", "speculative_step_tokens", "speculative_history_tokens",
-    "draft_model", "draft_revision", "draft_cache_gb",
+    "draft_model", "draft_revision", "draft_cache_gb", "images",
 )  # fmt: skip
 """Lists the keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
 
@@ -155,6 +155,8 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
     _check_kinds(rollout)
     _refuse(rollout)
     custom = _custom(rollout.custom)
+    if custom.get("images"):
+        _check_images(model)
     worker = RolloutConfig(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
@@ -271,6 +273,21 @@ def _custom(custom: Mapping[str, Any] | None) -> dict[str, Any]:
             f"unknown in rollout.custom: {', '.join(map(str, unknown))}; samebit knows {', '.join(allowed)}"
         )
     return given
+
+
+def _check_images(model: Mapping[str, Any]) -> None:
+    """Raise ValueError for what does not go with prompts that have images."""
+    refused = {
+        f"model.lora_rank={model.get('lora_rank')} (its base travels without vision: train all weights, lora_rank=0)": (
+            model.get("lora_rank")
+        ),
+        f"a device that is no CPU ({get_device_name()}: no GPU has run the kernels of vision)": (
+            get_device_name() != "cpu"
+        ),
+    }
+    found = [option for option, present in refused.items() if present]
+    if found:
+        raise ValueError(f"rollout.custom.images=True does not go with {'; '.join(found)}")
 
 
 def _traces(profiler: Any, replica_rank: int) -> Path | None:

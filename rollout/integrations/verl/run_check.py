@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.utils.fs import is_non_local
 
-from samebit.rollout.integrations.verl.names import NAME
+from samebit.rollout.integrations.verl.names import IMAGES, NAME
 from samebit.rollout.integrations.verl.options import (
     DTYPES,
     ServerOptions,
@@ -53,6 +53,8 @@ def check_run(config: Any) -> None:
     run = config.actor_rollout_ref
     _resolve_names(run, revision)
     options = server_options(omega_conf_to_dataclass(run.rollout), run.model, 0, "")
+    if options.worker.images:
+        OmegaConf.update(run.model, f"fused_kernel_options.{IMAGES}", True, force_add=True)
     if not is_non_local(options.tokenizer):
         check_tokenizer(options.tokenizer)
 

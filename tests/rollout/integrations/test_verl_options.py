@@ -160,6 +160,7 @@ PARAM_DTYPE = "fsdp_config.mixed_precision.param_dtype"
         (f"{ROLLOUT}.quantization=fp8", r"rollout\.quantization=fp8 .* null"),
         ("actor_rollout_ref.model.lora.rank=8", r"model\.lora\.rank > 0"),
         ("actor_rollout_ref.model.lora_adapter_path=/adapter", "lora_adapter_path without model.lora_rank"),
+        (f"+{ROLLOUT}.custom.images=1", "images must be True or False, got 1"),
         ("actor_rollout_ref.model.enable_activation_offload=True", "enable_activation_offload=True on a CPU"),
         (f"{ACTOR}.calculate_sum_pi_squared=True", "actor.calculate_sum_pi_squared=True"),
         ("algorithm.adv_estimator=gae", "adv_estimator=gae, verl's default.*set algorithm.adv_estimator=grpo"),
@@ -185,6 +186,21 @@ PARAM_DTYPE = "fsdp_config.mixed_precision.param_dtype"
 def test_what_a_trainer_or_server_would_refuse_is_refused_at_the_start(folder: Path, change: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_run(composed(folder, change))
+
+
+def test_images_go_with_all_weights_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = f"+{ROLLOUT}.custom.images=True"
+    found = check_options(composed(folder, asked))
+    assert found is not None
+    assert found.worker.images
+    config = composed(folder, asked)
+    check_run(config)
+    assert config.actor_rollout_ref.model.fused_kernel_options == {"impl_backend": "samebit", "images": True}
+    with pytest.raises(ValueError, match=r"custom\.images=True does not go with model\.lora_rank=8"):
+        check_run(composed(folder, asked, "actor_rollout_ref.model.lora_rank=8"))
+    monkeypatch.setattr(options, "get_device_name", lambda: "cuda")
+    with pytest.raises(ValueError, match=r"custom\.images=True does not go with a device that is no CPU \(cuda"):
+        check_run(composed(folder, asked))
 
 
 def test_an_adapters_base_model_is_the_servers_where_they_read_it_themselves(

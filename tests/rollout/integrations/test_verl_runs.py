@@ -6,6 +6,7 @@ is the one that is always run.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH, PAIRS
 
 from ...campaign import MARKS
-from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_a_step, wait_for_end
+from .verl_run import IN_VERL, build_data, listening_elsewhere, running, spied, wait_for_a_step, wait_for_end
+from .verl_vision_model import build_pictures
 
 pytestmark = [*MARKS]
 
@@ -93,6 +95,60 @@ def test_an_adapter_is_trained_unmerged(tmp_path: Path, name: str) -> None:
         assert row["samebit/on_policy/tokens_differing"] == 0
         assert row["samebit/on_policy/tokens"] > 0
     assert steps[-1]["samebit/sync_bytes"] < steps[0]["samebit/sync_bytes"] or "async" in name, "the base went once"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sync-packed-fp32", "colocate_async-padded-bf16", "separate_async-dynamic-bf16-nothing-ahead"),
+        "sync-packed-fp32-two-ranks-kl",
+    ],
+)
+def test_prompts_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Prompts with images, and of text beside them, are exact while the vision tower learns."""
+    run = _run_with_images(name, tmp_path, monkeypatch, {})
+    with running(run) as process:
+        assert wait_for_end(run, process) == 0, run.log.read_text()[-4000:]
+    steps = run.steps()
+    assert len(steps) == 3
+    for row in steps:
+        assert [row[name] for name in MISMATCH] == [0.0, 0.0, 0.0]
+        assert row["samebit/on_policy/tokens_differing"] == 0
+        assert row["samebit/on_policy/tokens"] > 100
+        assert row["actor/grad_norm"] > 0
+
+
+def test_ranks_of_which_some_have_images_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of which some have images in a micro-batch end the run by name: they would wait for each other for ever."""
+    one_by_one = {
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1,
+    }
+    run = _run_with_images("sync-packed-fp32-two-ranks-kl", tmp_path, monkeypatch, one_by_one)
+    with running(run) as process:
+        assert wait_for_end(run, process) != 0
+    assert "1 of 2 ranks of the trainer have images in a micro-batch" in run.log.read_text()
+
+
+def _run_with_images(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, more: cases.Options) -> Run:
+    """Return a run of the case `name` on prompts with images, and without qwen_vl_utils; see verl_pictures.py."""
+    found = [str(IN_VERL), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_pictures")
+    case, pictures = cases.cases()[name], IN_VERL / "verl_pictures.py"
+    options = {
+        **cases.settings(3),
+        **case.settings(3),
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 16,
+        "data.custom_cls.path": pictures,
+        "data.custom_cls.name": "Pictures",
+        "reward.custom_reward_function.path": pictures,
+        "actor_rollout_ref.rollout.custom.images": True,
+        **more,
+    }
+    return Run(build_pictures(folder / "data"), folder, options, entry=case.entry)
 
 
 def _run_until_the_server_dies(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,29 @@ def sampling_params(
     chosen["return_routed_experts"] = options.routed_experts
     chosen["adapter"] = None if options.adapter is None else ADAPTER
     return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
+
+
+def check_media(takes_images: bool, images: object, of_processor: object, videos: object, audio: object) -> None:
+    """Check what comes beside token ids. of_processor: what verl tells the processor that reads it.
+
+    Raises:
+        RequestError: what is not served, by verl's name.
+    """
+    given = {"image_data": images, "mm_processor_kwargs": of_processor, "video_data": videos, "audio_data": audio}
+    served = ("image_data", "mm_processor_kwargs") if takes_images else ()
+    found = [name for name, value in given.items() if value and name not in served]
+    if found and takes_images:
+        raise RequestError(f"samebit serves text and images: no video or audio, got {', '.join(found)}")
+    if found:
+        raise RequestError(
+            f"samebit serves text only: no images, video or audio, got {', '.join(found)}; images are served with "
+            "+actor_rollout_ref.rollout.custom.images=True"
+        )
+
+
+def biased(params: SamplingParams, added: Mapping[int, float]) -> SamplingParams:
+    """Return the same with numbers added to logits, whatever else was asked for these tokens."""
+    return replace(params, logit_bias={**(params.logit_bias or {}), **added})
 
 
 def _constraint(asked: object) -> StructuredOutputsParams | None:

@@ -33,9 +33,12 @@ from samebit.rollout.integrations.verl.options import ServerOptions, check_token
 from samebit.rollout.integrations.verl.server import requests
 from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.server.gate import Gate
+from samebit.rollout.integrations.verl.server.images import ImageReader
 from samebit.rollout.integrations.verl.server.profiling import Tracing
 from samebit.rollout.integrations.verl.server.steps import StepsOfVersions
+from samebit.rollout.requests.prompt_with_images import GivenPrompt
 from samebit.rollout.requests.stopping import as_token_ids, known_end_tokens
+from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 from samebit.rollout.worker_interface import LocalWorker
 from samebit.weight_sync import SyncReport
@@ -68,6 +71,7 @@ class SamebitServer:
         self._busy = Busy()
         self._counted = dict.fromkeys(("syncs", "sync_seconds", "sync_bytes", "released_bytes"), 0.0)
         self._eos: tuple[int, ...]
+        self._images: ImageReader | None = None
 
     async def load(self, options: ServerOptions, mode: RolloutMode) -> None:
         """Build the worker. Apart from `__init__` so that its errors reach the caller as they are."""
@@ -80,6 +84,7 @@ class SamebitServer:
         folder, words = copy_to_local(self._options.model), copy_to_local(self._options.tokenizer)
         check_tokenizer(words)
         tokenizer = AutoTokenizer.from_pretrained(words, trust_remote_code=False)
+        self._images = ImageReader.of(words) if self._options.worker.images else None
         worker = self.make_worker(folder, self._options, tokenizer)
         named = as_token_ids(tokenizer.eos_token_id)
         self._eos = known_end_tokens(named, worker.limits.vocab_size, "the tokenizer's eos_token_id")
@@ -109,18 +114,17 @@ class SamebitServer:
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Sample a continuation: token ids in, token ids and log-probabilities out."""
-        if image_data or video_data or audio_data or mm_processor_kwargs:
-            raise RequestError("samebit serves text only: no images, video or audio")
+        """Sample a continuation: token ids in, token ids and log-probabilities out. image_data: PIL's, in the order of
+        their placeholders, which verl's agent loop has put into the prompt, one a token of an image."""
+        requests.check_media(self._images is not None, image_data, mm_processor_kwargs, video_data, audio_data)
         if priority:
             raise RequestError(f"samebit serves requests in their order: priority must be 0, got {priority}")
-        prompt = list(prompt_ids)
-        room = self._worker.limits.max_model_len - len(prompt)
+        ids = list(prompt_ids)
         number = next(self._numbers)
-        seed = requests.seed_of_resumed(self._steps.began, self._options.worker.seed, number)
-        params = requests.sampling_params(
-            sampling_params, len(prompt), self._options, room=room, eos=self._eos, seed=seed
-        )
+        params = self._params(sampling_params, len(ids), number)
+        prompt: GivenPrompt = ids
+        if self._images is not None and image_data:
+            prompt = await self._images.prompt(ids, image_data, mm_processor_kwargs)
         name = f"{request_id}-{number}"
         prepared = await self._inside.prepare(params)  # and held while the gate is closed
         if not await self._gate.enter(name):
@@ -136,6 +140,18 @@ class SamebitServer:
             return TokenOutput(**requests.turned_away(self._steps.newest))
         wanted = bool(sampling_params.get("logprobs"))
         return TokenOutput(**requests.finished(output, with_logprobs=wanted, steps=self._steps))
+
+    def _params(self, asked: dict[str, Any], num_prompt_tokens: int, number: int) -> SamplingParams:
+        """Return how the request of this number is sampled."""
+        params = requests.sampling_params(
+            asked,
+            num_prompt_tokens,
+            self._options,
+            room=self._worker.limits.max_model_len - num_prompt_tokens,
+            eos=self._eos,
+            seed=requests.seed_of_resumed(self._steps.began, self._options.worker.seed, number),
+        )
+        return params if self._images is None else requests.biased(params, self._images.never)
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """End all requests with what they have, and let none in until `resume_generation`."""

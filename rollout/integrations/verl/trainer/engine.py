@@ -33,8 +33,10 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import RouteList, use_notes
 from samebit.kernels.binding.lora.peft_model import configs_of
 from samebit.rollout.adapters.registry import FIRST
+from samebit.rollout.integrations.verl.names import IMAGES
 from samebit.rollout.integrations.verl.trainer.exactness import check_class, check_exact
 from samebit.rollout.integrations.verl.trainer.fused_forward import give_logprobs
+from samebit.rollout.integrations.verl.trainer.images import with_images
 from samebit.rollout.integrations.verl.trainer.lora import adapter_stream, base_stream, bind_adapted
 from samebit.rollout.integrations.verl.trainer.routing import compared_routes
 from samebit.rollout.integrations.verl.value_heads import ignore_trl_without_them
@@ -51,6 +53,7 @@ class SamebitEngine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.exact = is_asked_for(model_config)
+        self._images = self.exact and bool(model_config.fused_kernel_options.get(IMAGES))
         if self.exact:
             check_exact(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -81,6 +84,8 @@ class SamebitEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.exact:
+            if self._images:
+                inputs = with_images(inputs, get_device_name())
             wanted = tensordict_utils.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)
             inputs["with_entropy"] = bool(wanted)
         return inputs, output_args
@@ -108,7 +113,7 @@ class SamebitEngine(FSDPEngineWithLMHead):
         if self._is_offload_param and get_device_name() == "cuda":
             load_fsdp_model_to_gpu(self.module)  # shards are gathered there; verl takes them away again
         if not self._is_lora:
-            return WeightStream.of(self.module, dtype=self._computes_in, images=False), None  # to servers of text
+            return WeightStream.of(self.module, dtype=self._computes_in, images=self._images), None
         stream = adapter_stream if base_sync_done else base_stream
         return stream(self.module, self._computes_in), configs_of(self.module)[FIRST].to_dict()
 
