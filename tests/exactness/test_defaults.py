@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, logprobs_from_logits, token_logprobs
+from samebit.kernels import bind, image_features, logprobs_from_logits, token_logprobs
 from samebit.kernels.binding.modules import RotaryFacts
 from samebit.kernels.binding.trainer.training import token_scores
 from samebit.kernels.layout.transfer import Staging, sent
@@ -16,6 +16,7 @@ from samebit.kernels.ops.logprobs import entropy_from_logits
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .families import SPARSE, bound_model, make_model, token_ids
+from .images import joined, make_model_with_images, with_images
 
 
 @pytest.fixture
@@ -95,3 +96,14 @@ def test_what_goes_to_a_device_begins_on_the_host() -> None:
     with torch.device("meta"):
         assert sent({"rows": np.arange(3)}, cpu)["rows"].tolist() == [0, 1, 2]
         assert Staging(3, cpu).memory.is_cpu
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+def test_images_have_the_same_features(name: str, request: pytest.FixtureRequest) -> None:
+    model, image = bind(make_model_with_images(name)), joined([with_images([(4, 6)], 1)])
+    expected = image_features(model, **image)
+    with torch.device("meta"):
+        assert torch.equal(image_features(model, **image), expected)
+    grids = image["image_grid_thw"].to(torch.uint8)
+    request.getfixturevalue("narrow")
+    assert torch.equal(image_features(model, image["pixel_values"], grids), expected)

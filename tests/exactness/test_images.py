@@ -198,6 +198,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two numbers": ({"image_grid_thw": torch.ones(1, 2, dtype=torch.long)}, ValueError, r"the shape \[1, 2\]"),
     "an odd grid": ({"image_grid_thw": torch.tensor([[1, 3, 8]])}, ValueError, "multiples of 2"),
     "a video": ({"image_grid_thw": torch.tensor([[2, 4, 6]])}, ValueError, "not videos"),
+    "no image": (
+        {"pixel_values": torch.ones(0, 96), "image_grid_thw": torch.ones(0, 3, dtype=torch.long)},
+        ValueError,
+        "image_grid_thw must be .* got none",
+    ),
+    "sparse pixels": ({"pixel_values": torch.ones(24, 96).to_sparse()}, TypeError, "torch.sparse_coo"),
     "too few patches": ({"pixel_values": torch.ones(23, 96)}, ValueError, r"\[24, 96\].* the shape \[23, 96\]"),
     "pixels of bytes": ({"pixel_values": torch.ones(24, 96, dtype=torch.uint8)}, TypeError, "uint8"),
     "more images": (

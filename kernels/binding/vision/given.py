@@ -62,7 +62,7 @@ class GivenImages:
             missing = "pixel_values" if pixel_values is None else "image_grid_thw"
             raise ValueError(f"images without {missing}; allowed: pixel_values and image_grid_thw, or neither")
         grids = grids_of(image_grid_thw, layout)
-        return cls(layout, check_pixels(pixel_values, grids, layout), image_grid_thw, grids, kinds)
+        return cls(layout, check_pixels(pixel_values, grids, layout), image_grid_thw.long(), grids, kinds)
 
     def alone(self) -> torch.Tensor:
         """Return token ids ``[1, N]`` of these images, and of a token behind them."""

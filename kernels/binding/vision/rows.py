@@ -36,6 +36,8 @@ def grids_of(image_grid_thw: object, layout: ImageLayout) -> list[Grid]:
     check_readable("image_grid_thw", image_grid_thw)
     if image_grid_thw.dim() != 2 or image_grid_thw.shape[1] != 3:
         raise ValueError(f"image_grid_thw must be {allowed}, got the shape {list(image_grid_thw.shape)}")
+    if not len(image_grid_thw):
+        raise ValueError(f"image_grid_thw must be {allowed}, got none; allowed without images: no pixel_values either")
     grids = [(int(time), int(height), int(width)) for time, height, width in image_grid_thw.tolist()]
     for time, height, width in grids:
         if time != 1 or height < 1 or width < 1 or height % layout.merge or width % layout.merge:
@@ -57,8 +59,8 @@ def check_pixels(pixel_values: object, grids: Sequence[Grid], layout: ImageLayou
     allowed = f"a tensor of floating-point numbers [{count}, {layout.patch_width}], the patches of {len(grids)} images"
     if not isinstance(pixel_values, torch.Tensor):
         raise TypeError(f"pixel_values must be {allowed}, got {type(pixel_values).__name__}")
-    if not pixel_values.is_floating_point():
-        raise TypeError(f"pixel_values must be {allowed}, got {pixel_values.dtype}")
+    if not pixel_values.is_floating_point() or pixel_values.layout is not torch.strided:
+        raise TypeError(f"pixel_values must be {allowed}, got {pixel_values.dtype}, {pixel_values.layout}")
     if tuple(pixel_values.shape) != (count, layout.patch_width):
         raise ValueError(f"pixel_values must be {allowed}, got the shape {list(pixel_values.shape)}")
     return pixel_values

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from samebit.kernels.binding.modules import refuse_packed
 from samebit.kernels.binding.vision.given import GivenImages
@@ -139,7 +140,17 @@ def _with_features(
     return replace(context, images=replace(rows, features=features))
 
 
+class _PlacesInFloat32(TorchFunctionMode):
+    """Keeps places between the rows and columns of embeddings in float32, whatever torch's default dtype is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as ever, but for numbers on a line that have no dtype."""
+        given = kwargs or {}
+        return func(*args, **({"dtype": torch.float32} | given if func is torch.linspace else given))
+
+
 def features_of(wrapping: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
     """Return the features of images (`ImageRows.features`) by a call of the tower."""
-    made = wrapping.visual(pixel_values, grid_thw=image_grid_thw)
+    with pixel_values.device, _PlacesInFloat32():
+        made = wrapping.visual(pixel_values, grid_thw=image_grid_thw)
     return torch.cat([made["pooler_output"], *(made.get("deepstack_features") or [])], dim=-1)
