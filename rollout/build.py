@@ -51,7 +51,7 @@ class WorkerParts:
     """Holds what a worker is made of.
 
     config: with the block size that was chosen. has_experts: routed ones, whose choice can be noted.
-    dtype: of the weights. images: what the model takes images as; None where it computes text alone.
+    dtype: of the weights. images: what the model takes images as; None where it computes text alone, and why.
     """
 
     config: RolloutConfig
@@ -65,6 +65,7 @@ class WorkerParts:
     dtype: torch.dtype
     threads: ComputeThreads
     images: ImageLayout | None = None
+    why_no_images: str = ""
 
     def limits(self) -> RequestLimits:
         """Return what the model and its memory allow a request."""
@@ -79,6 +80,7 @@ class WorkerParts:
             dtype=self.dtype,
             device=self.config.device,
             images=self.images,
+            why_no_images=self.why_no_images,
         )
 
 
@@ -132,6 +134,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig, tokenizer
         adapters=_adapters(loaded.module, base.adapter),
         threads=ComputeThreads(config.num_threads, runner.shape.device),
         images=binding_of(loaded.module).images,
+        why_no_images=binding_of(loaded.module).why_no_images,
     )
 
 

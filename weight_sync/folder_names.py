@@ -201,6 +201,16 @@ class FolderNames:
         ignored, of_images = _unread_by_text(module) if isinstance(module, PreTrainedModel) else ((), ())
         return cls(ignored=ignored, of_images=of_images)
 
+    @classmethod
+    def offered_by(cls, module: nn.Module) -> FolderNames:
+        """Return the same of a module that sends: of one that is not bound, all that it holds may be of use for images
+        where it arrives."""
+        names = cls.by_use(module)
+        if isinstance(vars(module).get("samebit"), _Bound):
+            return names
+        held = tuple(one for one in _matching(names.ignored, module) if re.escape(_FREQUENCIES) not in one)
+        return replace(names, ignored=tuple(one for one in names.ignored if one not in held), of_images=held)
+
     def place(self, name: str, known: Container[str]) -> Place | None:
         """Return where a tensor goes, `known` being the names of the module; None for one that has no place."""
         if name in known:
@@ -267,9 +277,14 @@ def _unread_by_text(module: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str
     patterns = tuple(dict.fromkeys(found))
     if not _computes_images(module):
         return patterns, ()
-    own = module.state_dict(keep_vars=True)
-    of_images = tuple(pattern for pattern in patterns if any(re.search(pattern, name) for name in own))
+    of_images = _matching(patterns, module)
     return tuple(pattern for pattern in patterns if pattern not in of_images), of_images
+
+
+def _matching(patterns: Iterable[str], module: nn.Module) -> tuple[str, ...]:
+    """Return which of these a module has tensors of."""
+    own = module.state_dict(keep_vars=True)
+    return tuple(pattern for pattern in patterns if any(re.search(pattern, name) for name in own))
 
 
 def _without_vision(name: str) -> str:

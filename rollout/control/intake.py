@@ -117,7 +117,9 @@ def paired(
 ) -> tuple[Sequence[GivenPrompt], list[SamplingParams], list[str | None]]:
     """Return the prompts, a `SamplingParams` for each, and None as the id of each."""
     if not isinstance(prompts, list | tuple):
-        raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts must be a list of lists of token ids, or of PromptWithImages, got {type(prompts).__name__}"
+        )
     if isinstance(params, list | tuple):
         each = list(params)
         if len(each) != len(prompts):

@@ -28,7 +28,7 @@ from samebit.rollout.sampling_params import SamplingParams
 class RequestLimits:
     """Holds what this worker's model and memory allow.
 
-    images: what the model takes images as; None where it computes text alone. device: where it computes.
+    images: what the model takes images as; None where it computes text alone, and why. device: where it computes.
     """
 
     vocab_size: int
@@ -40,6 +40,7 @@ class RequestLimits:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     images: ImageLayout | None = None
+    why_no_images: str = ""
 
     def check_given(self, prompt: object) -> tuple[IntArray, PromptImages | None]:
         """Return the ids of a prompt and its images, None without any, or raise `RequestError`."""
@@ -47,9 +48,9 @@ class RequestLimits:
             return self.check_prompt(prompt), None
         if self.images is None:
             raise RequestError(
-                "the prompt has images, and this worker's model computes text alone; allowed: a module with vision "
-                "that is bound for images (docs/images.md), or RolloutConfig(images=True) where it is a folder's or a "
-                "name's"
+                f"the prompt has images, and this worker's model computes text alone{self.why_no_images}; allowed: a "
+                "module with vision that is bound for images (docs/images.md), or RolloutConfig(images=True) where it "
+                "is a folder's or a name's"
             )
         if self.device != "cpu":
             raise RequestError(f"the prompt has images, and the model is on {self.device!r}; allowed: on the CPU")

@@ -191,6 +191,20 @@ def test_every_way_of_an_update_brings_the_tower(family: str, tmp_path: Path, li
     assert len(digests) == 1
 
 
+def test_a_trainer_that_is_not_bound_sends_its_tower(link: Link) -> None:
+    """Whoever computes gradients by Hugging Face's own forward has nothing bound."""
+    theirs, same = stepped(make_wrapped("Qwen2")), stepped(trainer())
+    ours = trainer()
+    apply_weights(ours, WeightStream.of(theirs), verify=True)
+    assert_same_weights(ours, same)
+    ours = trainer()
+    link.sync(lambda end: apply_weights(ours, end, verify=True), theirs)
+    assert_same_weights(ours, same)
+    text = text_model()
+    link.sync(lambda end: apply_weights(text, end, verify=True), theirs)
+    assert_same_text(text, same)
+
+
 def test_a_delta_brings_a_step_on_the_tower(link: Link) -> None:
     ours, theirs = trainer(), stepped(trainer())
     for number in range(3):

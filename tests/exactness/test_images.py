@@ -250,6 +250,17 @@ def test_models_of_text_refuse_images() -> None:
             image_features(model, **joined([SEQUENCES[0]]))
 
 
+@pytest.mark.parametrize("sections", [None, [9, 8], [9, 8, 7]], ids=str)
+def test_without_sections_images_are_refused(sections: list[int] | None) -> None:
+    """Tokens of images would turn as text does, in trainer and worker alike; Hugging Face's class fails there."""
+    model = make_model_with_images("Qwen2")
+    parameters = model.model.language_model.rotary_emb.config.rope_parameters
+    del parameters["mrope_section"]
+    parameters |= {} if sections is None else {"mrope_section": sections}
+    with pytest.raises(ValueError, match=re.escape(f"mrope_section={sections!r}; allowed: three numbers, 25 together")):
+        bind(model)(**ONE)
+
+
 def test_a_tower_that_is_not_bound_says_why() -> None:
     model = make_model_with_images("Qwen2")
     model.model.visual.merger.mlp[1] = torch.nn.Softplus()

@@ -92,7 +92,11 @@ def test_all_of_a_scoring_call_is_on_the_gpu_of_its_rows(current: list[int], mon
     only seen that it was asked for.
     """
     family = SimpleNamespace(wrapped=False)
-    monkeypatch.setattr(training, "checked_binding_of", lambda model: SimpleNamespace(vocab_size=9, family=family))
+    monkeypatch.setattr(
+        training,
+        "checked_binding_of",
+        lambda model: SimpleNamespace(vocab_size=9, family=family, images=None, why_no_images=""),
+    )
 
     def forward(**given: Any) -> Scores:
         assert len(current) == 2

@@ -57,8 +57,8 @@ class WeightStream:
 
         The buffers of a module are never cast: no mixed precision casts them for a forward. Nor is what its class keeps
         in float32 beside parameters of `dtype`: as float32 it is computed with there. What a module holds and has no
-        use for is left out: vision, where it computes text alone. With `images` False, so is what only images go
-        through, which is then not gathered either.
+        use for is left out: vision, where it is bound and computes text alone. With `images` False, so is what only
+        images go through, which is then not gathered either.
         """
         tensors = checked_dict(weights) if isinstance(weights, Mapping) else _untied(_in_use(weights, images))
         check_readable(tensors)
@@ -138,13 +138,13 @@ def exhaust_after_error(stream: WeightStream) -> None:
 
 
 def _in_use(module: nn.Module, images: bool) -> dict[str, Tensor]:
-    names = FolderNames.by_use(module)
+    names = FolderNames.offered_by(module)
     used = {name: tensor for name, tensor in live_tensors(module).items() if not names.ignores(name)}
     return {name: tensor for name, tensor in used.items() if images or not names.computes_images_with(name)}
 
 
 def _of_images(module: nn.Module, stream: WeightStream) -> tuple[str, ...]:
-    names, tied = FolderNames.by_use(module), {*stream.ties, *stream.ties.values()}
+    names, tied = FolderNames.offered_by(module), {*stream.ties, *stream.ties.values()}
     return tuple(name for name in stream.specs if names.computes_images_with(name) and name not in tied)
 
 

@@ -50,7 +50,7 @@ class GivenImages:
             ValueError: images for a model that computes text alone, a part of the arguments, shapes that do not fit.
         """
         if pixel_values is None and image_grid_thw is None:
-            if kinds is not None and bool(torch.as_tensor(kinds).any()):
+            if isinstance(kinds, torch.Tensor) and bool(kinds.any()):
                 raise ValueError("mm_token_type_ids marks tokens of images; allowed: with pixel_values, or zeros")
             return None
         if layout is None:

@@ -13,6 +13,7 @@ from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.attached import Attachment
 from samebit.kernels.binding.families.family import BindingError
 from samebit.kernels.binding.lora.forwards import linear_forward
+from samebit.kernels.binding.lora.peft_model import is_wrapped
 from samebit.kernels.binding.vision.forwards import (
     AnglesFacts,
     KnownSegments,
@@ -73,7 +74,19 @@ class TowerPlan:
         self.config = config.vision_config
         self.token_id: int = config.image_token_id
         self._segments = KnownSegments()
+        self._check_axes(wrapping)
         self.parts = {module: self._part(f"visual.{name}", module) for name, module in self.tower.named_modules()}
+
+    def _check_axes(self, wrapping: Any) -> None:
+        """Check that it is known by which of an image's positions each frequency turns."""
+        rotary = wrapping.language_model.rotary_emb
+        count = rotary.inv_freq.numel()
+        given = rotary.config.rope_parameters.get("mrope_section")
+        if self.family.axes_of(given, count) is None:
+            raise BindingError(
+                f"rope_parameters of its text model have mrope_section={given!r}; allowed: three numbers, {count} "
+                "together, of the frequencies that turn by time, height and width"
+            )
 
     def layout(self) -> ImageLayout:
         """Return what the model takes images as."""
@@ -101,6 +114,8 @@ class TowerPlan:
             return Attachment(gelu_forward)
         if self._needs_no_binding(name, module):
             return None
+        if is_wrapped(module):
+            raise BindingError(f"{name} has an adapter, which is not exact in a tower")
         raise BindingError(f"{name} is a {kind}, which is not bound exactly")
 
     def _needs_no_binding(self, name: str, module: nn.Module) -> bool:

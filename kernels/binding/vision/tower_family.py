@@ -44,7 +44,7 @@ class TowerFamily:
         Returns:
             ``[count]``; None where nothing says it.
         """
-        sections = sections or self.sections
+        sections = self.sections if sections is None else sections
         if len(sections) != 3 or (self.axes == "blocks" and sum(sections) != count):
             return None
         if self.axes == "blocks":
