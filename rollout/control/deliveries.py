@@ -46,9 +46,8 @@ class Deliveries:
         self._started[delivery.request.request_id] = delivery
 
     def finish(self, ended: Iterable[Request]) -> None:
-        """Hand ended requests to their callers. Of images nothing stays with what a caller may keep for long."""
+        """Hand ended requests to their callers."""
         for request in ended:
-            request.shared.images = None
             delivery = self._started.pop(request.request_id)
             self._streams.discard(delivery)
             delivery.finish(request.error)

@@ -28,6 +28,11 @@ class Delivery(Ending):
         self.request = request
         self._streams = streams
 
+    def finish(self, error: BaseException | None = None) -> None:
+        """Say that all is there, or what failed. Of images nothing stays with what a caller may keep for long."""
+        self.request.shared.images = None
+        super().finish(error)
+
     def wait(self, timeout: float | None = None) -> bool:
         if not self.done:
             release_idle_threads()

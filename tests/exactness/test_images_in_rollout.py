@@ -28,6 +28,7 @@ from samebit.rollout import (
     RolloutConfig,
     RolloutWorker,
     SamplingParams,
+    WorkerStateError,
 )
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.requests.images import PromptImages
@@ -347,6 +348,12 @@ def test_nothing_of_images_outlives_their_request() -> None:
         worker.resume()
         outputs.append(handles[-1].result(HANG))
         assert not [one for one in gc.get_objects() if isinstance(one, PromptImages)]
+        worker.pause()
+        handles += worker.submit_all([PROMPTS[0], PROMPTS[2]], ONE)  # and the worker is closed meanwhile
+    for handle in handles[-2:]:
+        with pytest.raises(WorkerStateError):
+            handle.result(HANG)
+    assert not [one for one in gc.get_objects() if isinstance(one, PromptImages)]
     assert [output.samples[0].finish_reason for output in outputs] == ["length", "length", "abort"]
 
 
