@@ -46,7 +46,7 @@ def guesses_of(worker: RolloutWorker) -> str:
 
 
 def compared_config(model: nn.Module, **fields: Any) -> RolloutConfig:
-    """Return the configuration of a worker that is compared.
+    """Return the configuration of a worker that is compared, for a bound model.
 
     On a GPU its pool is no share of the memory: two workers are compared side by side. It does not test itself there,
     unless asked to: the check compares more, and says what differs.

@@ -10,6 +10,7 @@ from typing import NoReturn
 import pytest
 import torch
 
+from samebit.kernels import bind
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
 from samebit.rollout.audit import audit
 from samebit.rollout.audit.weight_updates import WeightsCheck
@@ -110,6 +111,6 @@ def test_a_worker_that_is_compared_does_not_test_itself() -> None:
     """A worker that is compared does not test itself, as it would by default on a GPU, and end a check that is to say
     what differs.
     """
-    model = make_model("Qwen3", torch.bfloat16)
+    model = bind(make_model("Qwen3", torch.bfloat16))
     assert compared_config(model).self_test is False
     assert compared_config(model, self_test=True).self_test is True
