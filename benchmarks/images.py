@@ -46,11 +46,11 @@ class Sizes:
     """Sets the size of the measurement. `grid`: patches of an image's edges; `text`: tokens beside an image."""
 
     grid: tuple[int, int] = (32, 32)
-    prompts: int = 8
-    samples: int = 8
+    prompts: int = 4
+    samples: int = 4
     text: int = 32
     new_tokens: int = 64
-    rounds: int = 5
+    rounds: int = 3
 
 
 def build(dtype: torch.dtype) -> PreTrainedModel:
