@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +31,10 @@ logit."""
 
 MOST_PENALTY = 2.0
 """Presence and frequency penalties lie between this and its negative, as in OpenAI's API."""
+
+
+_NEVER = -1e30
+"""Is added to the logit of a token that is not to be sampled: its probability is 0 behind it, whatever the others'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,11 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
+
+    def ruling_out(self, tokens: Iterable[int]) -> SamplingParams:
+        """Return the same, under which none of these tokens is sampled, whatever else was asked for them."""
+        bias = dict.fromkeys(tokens, _NEVER)
+        return replace(self, logit_bias={**(self.logit_bias or {}), **bias}) if bias else self
 
     def placed(self, seed: int, adapter: str | None) -> SamplingParams:
         """Return the same with a seed and an adapter that are known to be right; nothing is checked again."""

@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -39,9 +39,6 @@ EXTRA = tuple(one.name for one in fields(SamplingParams) if one.name not in (*_S
 _OF_IMAGES = ("pixel_values", "image_grid_thw")
 _OF_OTHER_MEDIA = ("pixel_values_videos", "video_grid_thw", "input_features")
 """List what a processor makes of images, and what of others."""
-
-_NEVER = -1e30
-"""Is added to the logit of a token that is not to be sampled: its probability is 0 behind it, whatever the others'."""
 
 REGEX = "vllm_structured_outputs_regex"
 """Names the option of TRL that constrains a completion; it is the one of vLLM's that says what is sampled."""
@@ -88,12 +85,6 @@ def fitting(params: SamplingParams, room: int) -> SamplingParams:
         return params
     most = room if params.max_tokens is None else min(params.max_tokens, room)
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-
-
-def without(params: SamplingParams, tokens: Iterable[int]) -> SamplingParams:
-    """Return the same, under which none of these tokens is sampled."""
-    bias = dict.fromkeys(tokens, _NEVER)
-    return replace(params, logit_bias={**(params.logit_bias or {}), **bias}) if bias else params
 
 
 def as_tensors(fields: Mapping[str, Any]) -> dict[str, Any]:

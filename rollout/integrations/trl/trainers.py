@@ -37,7 +37,6 @@ from samebit.rollout.integrations.trl.sampling import (
     sampling_params,
     token_ids_of,
     with_images,
-    without,
 )
 from samebit.rollout.integrations.trl.updates import TellOfSteps, load_adapter_beside_others
 from samebit.rollout.requests.prompt_with_images import GivenPrompt
@@ -99,7 +98,7 @@ class _SamebitRollouts(_Trainer):
         check_processor(self.processing_class, binding)
         self.agreement = Agreement()
         params = sampling_params(self.args, self.eos_token_ids, binding.vocab_size)
-        self._params: SamplingParams = without(params, self._tokens_of_answers(binding))
+        self._params: SamplingParams = params.ruling_out(self._tokens_of_answers(binding))
         config = RolloutConfig(seed=self.args.seed) if rollout_config is None else rollout_config
         self.worker = RolloutWorker(
             self.model,

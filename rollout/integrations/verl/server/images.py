@@ -15,14 +15,11 @@ from verl.utils.tokenizer.tokenizer import build_multimodal_processor_inputs, ge
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.requests.prompt_with_images import PromptWithImages
 
-_NEVER = -1e30
-"""Is added to the logit of a token that is not to be sampled: its probability is 0 behind it, whatever the others'."""
-
 
 class ImageReader:
     """Reads the images of requests, one request after the other: processors are not made for several threads.
 
-    never: what is added to the logits of placeholders. verl takes a placeholder that was sampled for one of an image,
+    never: placeholders, which are not sampled. verl takes a placeholder that was sampled for one of an image,
     looks for the image when it works out positions, and fails.
     """
 
@@ -30,7 +27,7 @@ class ImageReader:
         self._processor = processor
         self._alone = asyncio.Lock()
         found = (get_processor_token_id(processor, kind) for kind in ("image", "video"))
-        self.never = {token: _NEVER for token in found if token is not None}
+        self.never = [token for token in found if token is not None]
 
     @classmethod
     def of(cls, folder: str) -> ImageReader:

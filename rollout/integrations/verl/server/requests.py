@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -82,11 +82,6 @@ def check_media(takes_images: bool, images: object, of_processor: object, videos
             f"samebit serves text only: no images, video or audio, got {', '.join(found)}; images are served with "
             "+actor_rollout_ref.rollout.custom.images=True"
         )
-
-
-def biased(params: SamplingParams, added: Mapping[int, float]) -> SamplingParams:
-    """Return the same with numbers added to logits, whatever else was asked for these tokens."""
-    return replace(params, logit_bias={**(params.logit_bias or {}), **added})
 
 
 def _constraint(asked: object) -> StructuredOutputsParams | None:

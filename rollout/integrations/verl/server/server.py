@@ -151,7 +151,7 @@ class SamebitServer:
             eos=self._eos,
             seed=requests.seed_of_resumed(self._steps.began, self._options.worker.seed, number),
         )
-        return params if self._images is None else requests.biased(params, self._images.never)
+        return params if self._images is None else params.ruling_out(self._images.never)
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """End all requests with what they have, and let none in until `resume_generation`."""
