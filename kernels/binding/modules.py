@@ -181,7 +181,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_unsupported(ids, kwargs)
     if installed is None:
         check_no_tangents("a bound model")
-        _refuse_unread(self.config, kwargs)
+        refuse_unread(self.config, kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
     positions = positions_of_text(positions, mask) if self.samebit.wrapped else positions
     context = installed or training_context(tuple(ids.shape), mask, positions, ids.device)
@@ -267,7 +267,7 @@ def _refuse_unsupported(ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
         raise ValueError("is_causal=False: a bound model attends to no later token; allowed: True, or none given")
 
 
-def _refuse_unread(config: Any, kwargs: dict[str, Any]) -> None:
+def refuse_unread(config: Any, kwargs: dict[str, Any]) -> None:
     """Raise where the config asks for attentions, or a packed batch has no positions.
 
     A caller that installs a layout says where sequences begin, and reads no attentions.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, image_features, token_logprobs, token_scores
+from samebit.kernels import bind, image_features, logprobs_from_logits, token_logprobs, token_scores
 from samebit.kernels.binding import binding_of
 
 from .families import make_model, make_wrapped, token_ids
@@ -83,9 +83,9 @@ def test_the_bits_of_each_sequence_alone(name: str, dtype: torch.dtype) -> None:
             for row, own in enumerate(each):
                 assert torch.equal(together[row][predicts[row]], own)
             logits = model(**batch).logits
-            scores = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+            scores = logprobs_from_logits(logits[:, :-1], batch["input_ids"][:, 1:], 1.0)
             for row, own in enumerate(each):
-                torch.testing.assert_close(scores[row][predicts[row]], own, atol=1e-4, rtol=0)
+                assert torch.equal(scores[row][predicts[row]], own)
         ids = torch.tensor([[token for one in SEQUENCES for token in one.token_ids]])
         positions = torch.cat([torch.arange(len(one.token_ids)) for one in SEQUENCES])[None]
         packed = token_logprobs(model, ids, position_ids=positions, **joined(SEQUENCES))[0]
@@ -238,6 +238,13 @@ def test_other_images_are_refused(case: str) -> None:
         token_logprobs(model, **{**ONE, **changes})
     with pytest.raises(error, match=said):
         model(**{**ONE, **changes})
+
+
+def test_attentions_of_the_config_are_refused_beside_images() -> None:
+    model = make_bound("Qwen2")
+    model.model.language_model.config.output_attentions = True
+    with pytest.raises(ValueError, match=r"output_attentions=True \(of the config\)"):
+        model(**ONE)
 
 
 def test_models_of_text_refuse_images() -> None:

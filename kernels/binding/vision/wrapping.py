@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from samebit.kernels.binding.modules import refuse_packed
+from samebit.kernels.binding.modules import refuse_unread
 from samebit.kernels.binding.vision.given import GivenImages
 from samebit.kernels.binding.vision.rows import text_positions
 from samebit.kernels.layout.forward_context import ForwardContext, installed_context, training_context, use_context
 from samebit.kernels.layout.images.image_layout import ImageLayout
+from samebit.kernels.ops.score_arguments import check_no_tangents
 
 IMAGES = ("pixel_values", "image_grid_thw")
 """Names the arguments that hold images of a tower that is bound."""
@@ -85,7 +86,8 @@ def wrapping_forward(
         outputs = self.language_model(attention_mask=attention_mask, position_ids=position_ids, **of_text)
     else:
         if installed_context() is None:
-            refuse_packed({**kwargs, "position_ids": position_ids})
+            check_no_tangents("a bound model")
+            refuse_unread(self.language_model.config, {**kwargs, "position_ids": position_ids})
         with use_context(_with_features(self, images, input_ids, attention_mask, position_ids, given)):
             outputs = self.language_model(**of_text)
     if not isinstance(outputs, tuple):
